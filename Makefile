@@ -14,3 +14,11 @@ apply:     ## lay the patched vLLM checkout in vllm/src, one commit a patch
 
 refresh:   ## write the commits of vllm/src back to patches/
 	@$(PYTHON) build/refresh.py
+
+wheel:     ## build dist/: the vllm wheel and its alias; VARIANT=cpu or cuda
+	@$(PYTHON) build/wheel.py $(or $(VARIANT),cpu)
+
+install:   ## build if an input changed, and install into .venv
+	@$(PYTHON) build/env.py install $(if $(VARIANT),--variant $(VARIANT))
+
+.PHONY: wheel install

@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""The environments: the tools that build, and .venv, which holds the installed product.
+
+examples:
+  build/env.py install --variant cpu     build if need be and install into .venv
+  build/env.py install --tests           with what the tests need
+  build/env.py uv pip list               uv, told pip's indexes, on .venv
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from common import ROOT, TREE, Stop, digest, locked, main, say
+from fetch import pip_python
+from indexes import pip_settings, uv_settings
+
+VENV = ROOT / ".venv"
+TOOLS = TREE / "tools"
+TOOL_NAMES = ("uv>=0.5", "cmake>=3.26", "ninja")
+DISK = 9e9  # torch brings its CUDA libraries along, also for the CPU variant
+TESTS = ROOT / "tests" / "requirements.txt"
+
+
+def call(command: list[str | Path], **kwargs) -> None:
+    done = subprocess.run([str(c) for c in command], check=False, **kwargs)
+    if done.returncode in (130, -2):
+        raise KeyboardInterrupt
+    if done.returncode:
+        raise Stop(f"failed: {' '.join(str(c) for c in command)[:300]}")
+
+
+@cache
+def tools() -> Path:
+    """The folder of uv, cmake and ninja, which pip installs into an environment of their own."""
+    done = TOOLS / "done"
+    wanted = " ".join(TOOL_NAMES)
+    TREE.mkdir(exist_ok=True)
+    with locked(TREE / ".tools.lock"):
+        if not done.exists() or done.read_text() != wanted:
+            say(f"getting the build tools ({wanted})")
+            shutil.rmtree(TOOLS, ignore_errors=True)
+            call([sys.executable, "-m", "venv", "--without-pip", TOOLS])
+            call([pip_python(), "-m", "pip", "--python", TOOLS, "install", "-q", *TOOL_NAMES])
+            done.write_text(wanted)
+    return TOOLS / "bin"
+
+
+def uv(*args: str | Path, python: Path | None = None) -> None:
+    """One uv command; `pip install` and the like act on `python` and on pip's indexes."""
+    flags, env = uv_settings(pip_settings(pip_python()))
+    command: list[str | Path] = [tools() / "uv", *args]
+    if args[0] == "pip":
+        command += ["--python", python or VENV / "bin" / "python"]
+        command += flags if args[1] in ("install", "compile") else []
+    clean = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    call(command, env=clean | env)
+
+
+def make_venv(path: Path) -> Path:
+    """An environment of this interpreter, with pip; its python."""
+    python = path / "bin" / "python"
+    if not python.exists():
+        uv("venv", "-q", "--seed", "--clear", "--python", sys.executable, path)
+    return python
+
+
+def need_disk(n: float) -> None:
+    free = shutil.disk_usage(ROOT).free
+    if free < n:
+        raise Stop(f"{ROOT} has {free / 1e9:.1f} GB free, the installation needs {n / 1e9:.0f}")
+
+
+def default_variant() -> str:
+    """cuda where there is a CUDA GPU, else cpu."""
+    smi = shutil.which("nvidia-smi")
+    seen = smi and subprocess.run([smi, "-L"], capture_output=True, check=False)
+    return "cuda" if seen and seen.returncode == 0 and b"GPU" in seen.stdout else "cpu"
+
+
+def install(variant: str, *, tests: bool = False) -> None:
+    """The wheel of the tree as it is, into .venv; nothing is done where nothing changed."""
+    import wheel
+
+    wheels = wheel.build(variant)
+    stamp = VENV / ".s4kv-installed"
+    wanted = f"{digest(wheels[0])} {digest(TESTS) if tests else ''}"
+    have = stamp.read_text() if stamp.exists() else ""
+    if have and have.split()[0] == wanted.split()[0] and (not tests or have == wanted):
+        return
+    if not have:
+        need_disk(DISK)
+    make_venv(VENV)
+    stamp.unlink(missing_ok=True)
+    say("installing into .venv")
+    # A rebuilt wheel has the version of the old one: name the two that must be laid down again.
+    again = ["--reinstall-package", "vllm", "--reinstall-package", "s4kv-vllm"]
+    extra = ["-r", TESTS] if tests else []
+    uv("pip", "install", *again, *wheels, *extra)
+    stamp.write_text(wanted)
+
+
+def run() -> None:
+    ap = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sub = ap.add_subparsers(dest="command", required=True)
+    p = sub.add_parser("install", help="build if need be and install into .venv")
+    p.add_argument("--variant", choices=("cpu", "cuda"), default=None)
+    p.add_argument("--tests", action="store_true", help="with what the tests need")
+    p = sub.add_parser("uv", help="run uv with pip's indexes")
+    p.add_argument("args", nargs=argparse.REMAINDER)
+    args = ap.parse_args()
+    if args.command == "uv":
+        return uv(*args.args)
+    return install(args.variant or default_variant(), tests=args.tests)
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,120 @@
+"""The dist-info of our wheels, made from upstream's."""
+
+from __future__ import annotations
+
+import re
+from email.parser import HeaderParser
+
+from common import ROOT, Pins
+
+PYTHON_TAG = "cp38-abi3"
+OURS = "s4kv.{revision}"
+SUMMARY = "vLLM {version} with --kv-cache-dtype int4_kivi: three times the tokens in the KV cache"
+# The CPU wheel leaves torch's companions open; the newest do not load with the torch it needs.
+CPU_PINS = {"torch": "2.11.0", "torchaudio": "2.11.0", "torchvision": "0.26.0"}
+ENTRY_POINT = "s4kv = s4kv_ext.cli:main"
+DROPPED = ("Author", "Author-email", "Maintainer", "Maintainer-email", "Project-URL", "Summary")
+
+
+def local_version(pins: Pins, variant: str) -> str:
+    """`cpu` is what vLLM's CPU platform looks for; and the CUDA variant sorts above it."""
+    return ("cpu." if variant == "cpu" else "") + OURS.format(revision=pins.revision)
+
+
+def version(pins: Pins, variant: str) -> str:
+    return f"{pins.version}+{local_version(pins, variant)}"
+
+
+def requirement_name(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower()
+
+
+def pin_cpu(requirement: str) -> str:
+    name = requirement_name(requirement)
+    if name not in CPU_PINS:
+        return requirement
+    return f"{name}=={CPU_PINS[name]}"
+
+
+def requirements(upstream: str, variant: str) -> list[str]:
+    """Upstream's Requires-Dist, the CPU ones pinned to what loads together."""
+    found = HeaderParser().parsestr(upstream).get_all("Requires-Dist") or []
+    return list(dict.fromkeys(pin_cpu(r) if variant == "cpu" else r for r in found))
+
+
+def torch(upstream: str, variant: str) -> str:
+    return next(r for r in requirements(upstream, variant) if requirement_name(r) == "torch")
+
+
+def vllm_metadata(upstream: str, pins: Pins, variant: str) -> str:
+    """Upstream's METADATA under our version, with our text; licences and extras are kept."""
+    headers = HeaderParser().parsestr(upstream)
+    lines = [
+        "Metadata-Version: 2.4",
+        "Name: vllm",
+        f"Version: {version(pins, variant)}",
+        f"Summary: {SUMMARY.format(version=pins.version)}",
+        "Author: the s4kv-vllm maintainers, on the work of the vLLM Team",
+    ]
+    required = iter(requirements(upstream, variant))
+    seen: set[str] = set()
+    for key, value in headers.items():
+        if key in (*DROPPED, "Metadata-Version", "Name", "Version", "Dynamic"):
+            continue
+        if key == "Requires-Dist":
+            if "requires" not in seen:
+                lines += [f"Requires-Dist: {r}" for r in required]
+                seen.add("requires")
+        elif key == "License-File":
+            lines += [f"License-File: {n}" for n in ("LICENSE", "s4kv/LICENSE", "s4kv/NOTICE")]
+        else:
+            lines.append(f"{key}: {value}")
+    return "\n".join(lines) + "\n\n" + description()
+
+
+def alias_metadata(pins: Pins, variant: str) -> str:
+    ours = version(pins, variant)
+    lines = [
+        "Metadata-Version: 2.4",
+        "Name: s4kv-vllm",
+        f"Version: {ours}",
+        f"Summary: {SUMMARY.format(version=pins.version)}",
+        "License-Expression: Apache-2.0",
+        "License-File: LICENSE",
+        "License-File: NOTICE",
+        "Requires-Python: <3.15,>=3.10",
+        f"Requires-Dist: vllm=={ours}",
+        "Description-Content-Type: text/markdown",
+    ]
+    return "\n".join(lines) + "\n\n" + description()
+
+
+def description() -> str:
+    return (ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else ""
+
+
+def wheel_file(tag: str, *, pure: bool) -> str:
+    root = "true" if pure else "false"
+    return f"Wheel-Version: 1.0\nGenerator: s4kv-vllm\nRoot-Is-Purelib: {root}\nTag: {tag}\n"
+
+
+def entry_points(upstream: str) -> str:
+    """Upstream's, and the command s4kv among the console scripts."""
+    head = "[console_scripts]\n"
+    if head not in upstream:
+        raise ValueError("upstream's entry_points.txt has no console_scripts")
+    return upstream.replace(head, f"{head}{ENTRY_POINT}\n", 1)
+
+
+def version_module(pristine: str, pins: Pins, variant: str) -> str:
+    """vllm/_version.py with our version, so that it says what the metadata says."""
+    numbers = ", ".join(pins.version.split("."))
+    ours = f"({numbers}, '{local_version(pins, variant)}')"
+    for old, new in (
+        (f"version = '{pins.version}'", f"version = '{version(pins, variant)}'"),
+        (f"version_tuple = ({numbers})", f"version_tuple = {ours}"),
+    ):
+        if old not in pristine:
+            raise ValueError(f"vllm/_version.py has no {old!r}")
+        pristine = pristine.replace(old, new)
+    return pristine

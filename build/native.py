@@ -1,0 +1,82 @@
+"""Compile s4kv_ext/csrc for a variant, against the torch that the wheel pins."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from hashlib import sha256
+from pathlib import Path
+
+import env
+from common import ROOT, TREE, Stop, say
+
+CSRC = ROOT / "s4kv_ext" / "csrc"
+LIBRARY = {"cpu": "libs4kv_cpu.so"}  # the CUDA kernels come later
+
+
+def torch_python(torch: str) -> Path:
+    """An environment with torch's headers; uv links it to .venv's copy, so it costs little."""
+    path = TREE / "torch"
+    python = path / "bin" / "python"
+    done = path / "done"
+    if not done.exists() or done.read_text() != torch:
+        env.need_disk(2e9)
+        say(f"getting the headers of {torch}")
+        env.make_venv(path)
+        env.uv("pip", "install", "-q", "--no-deps", torch, "typing_extensions", python=python)
+        done.write_text(torch)
+    return python
+
+
+def sources_digest() -> str:
+    h = sha256()
+    for path in sorted(p for p in CSRC.rglob("*") if p.is_file()):
+        h.update(str(path.relative_to(CSRC)).encode() + b"\0" + path.read_bytes())
+    return h.hexdigest()
+
+
+def build(variant: str, torch: str) -> Path | None:
+    """The library, compiled where its sources changed; None for a variant that has none."""
+    name = LIBRARY.get(variant)
+    if name is None:
+        return None
+    if not (CSRC / "CMakeLists.txt").exists():  # TODO: an error as soon as the kernels are in
+        say("no kernels yet: the wheel is built without")
+        return None
+    out = ROOT / "s4kv_ext" / name  # in the tree, so that the tree can be imported as it is
+    stamp = TREE / f"{variant}.native"
+    wanted = f"{sources_digest()} {torch}"
+    if out.exists() and stamp.exists() and stamp.read_text() == wanted:
+        return out
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if compiler is None:
+        raise Stop("no C++ compiler: install g++ (Debian, Ubuntu: apt-get install g++)")
+    say("compiling the kernels")
+    folder = TREE / variant
+    shutil.rmtree(folder, ignore_errors=True)
+    tools = env.tools()
+    python = torch_python(torch)
+    torch_dir = next(path for path in (python.parent.parent / "lib").glob("*/site-packages/torch"))
+    env.call(
+        [
+            *(tools / "cmake", "-S", CSRC, "-B", folder, "-G", "Ninja"),
+            f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}",
+            f"-DCMAKE_CXX_COMPILER={compiler}",
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DPython_EXECUTABLE={python}",
+            f"-DPython3_EXECUTABLE={python}",
+            f"-DS4KV_TORCH_DIR={torch_dir}",
+            # No path of this machine in the library: same inputs, same bytes.
+            f"-DCMAKE_CXX_FLAGS=-ffile-prefix-map={ROOT}=. -ffile-prefix-map={folder}=.",
+            "--log-level=WARNING",
+        ]
+    )
+    env.call([tools / "cmake", "--build", folder])
+    made = next(iter(folder.rglob(name)), None)
+    if made is None:
+        raise Stop(f"the build of {CSRC.relative_to(ROOT)} made no {name}")
+    part = out.with_suffix(".part")
+    shutil.copyfile(made, part)
+    part.replace(out)
+    stamp.write_text(wanted)
+    return out
