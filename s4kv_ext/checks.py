@@ -1,0 +1,160 @@
+"""What int4_kivi cannot do is refused here, before any weights load: one line that says what,
+why and what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from s4kv_ext.format import BLOCK, DTYPES, HEAD_SIZES, KV_CACHE_DTYPE, RECENT
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+INSTEAD = "use --kv-cache-dtype auto"
+SETTINGS = {"keys": ("slotted", "plain")}
+
+
+class Unsupported(ValueError):
+    """int4_kivi does not work with this model or these options."""
+
+    def __init__(self, what: str, remedy: str = INSTEAD) -> None:
+        super().__init__(f"--kv-cache-dtype {KV_CACHE_DTYPE}: {what}; {remedy}")
+
+
+def check_config(config: VllmConfig) -> None:
+    """Called at the end of ``EngineArgs.create_engine_config``; raises ``Unsupported``."""
+    from s4kv_ext import install_check
+
+    if config.cache_config.cache_dtype != KV_CACHE_DTYPE:
+        install_check.warn()
+        return
+    install_check.require()
+    for problem in (*_options(config), *_model(config), *_settings(config)):
+        raise problem
+
+
+def _options(config: VllmConfig) -> Iterator[Unsupported]:
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    cache, parallel = config.cache_config, config.parallel_config
+    if not current_platform.is_cpu():
+        yield Unsupported(f"no kernels for {current_platform.device_name} yet, only for CPU")
+    if cache.user_specified_block_size and cache.block_size != BLOCK:
+        yield Unsupported(
+            f"--block-size {cache.block_size} does not fit, a sealed block has {BLOCK} tokens",
+            f"leave --block-size out or set it to {BLOCK}",
+        )
+    backend = config.attention_config.backend
+    if backend is not None and backend.name != "INT4_KIVI":
+        yield Unsupported(
+            f"attention backend {backend.name} cannot read it", "leave --attention-backend out"
+        )
+    if cache.kv_cache_dtype_skip_layers:
+        yield Unsupported(
+            "--kv-cache-dtype-skip-layers is not supported, all layers share pages of one size",
+            f"leave it out or {INSTEAD}",
+        )
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield Unsupported(
+            "it needs the hybrid KV cache manager (sealed and recent pages are two groups)",
+            "leave out --disable-hybrid-kv-cache-manager",
+        )
+    if transfer := config.kv_transfer_config:
+        yield Unsupported(
+            f"KV connectors are not supported yet ({transfer.kv_connector}): "
+            "they expect one page for every token",
+            f"leave out --kv-transfer-config and --kv-offloading-size, or {INSTEAD}",
+        )
+    for flag, size in (
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
+    ):
+        if size > 1:
+            yield Unsupported(f"{flag} {size} is not supported yet", f"set it to 1 or {INSTEAD}")
+    if envs.VLLM_BATCH_INVARIANT:
+        yield Unsupported(
+            "VLLM_BATCH_INVARIANT=1 is not supported: what is sealed depends on the chunks",
+            f"unset it or {INSTEAD}",
+        )
+    if draft := config.speculative_config:
+        if draft.method not in ("ngram", "suffix"):
+            yield Unsupported(
+                f"speculative method {draft.method} is not supported yet, its draft layers would "
+                "share the cache",
+                f"use ngram or {INSTEAD}",
+            )
+        elif draft.num_speculative_tokens >= RECENT:
+            yield Unsupported(
+                f"num_speculative_tokens {draft.num_speculative_tokens} is too large",
+                f"use less than {RECENT}: only accepted tokens may be sealed",
+            )
+
+
+def _model(config: VllmConfig) -> Iterator[Unsupported]:
+    model = config.model_config
+    text = model.hf_text_config
+
+    def has(*names: str) -> str | None:
+        return next((n for n in names if getattr(text, n, None)), None)
+
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if model.use_mla:
+        yield Unsupported("MLA attention is not supported, it has one latent instead of K and V")
+    if model.is_attention_free or model.is_hybrid:
+        yield Unsupported("Mamba and hybrid models are not supported, they keep states, not keys")
+    if model.is_encoder_decoder:
+        yield Unsupported("cross-attention (encoder-decoder models) is not supported")
+    if model.runner_type != "generate":
+        yield Unsupported(f"it is for text generation, not for runner type {model.runner_type}")
+    if model.is_mm_prefix_lm:
+        yield Unsupported("bidirectional attention over a prefix is not supported")
+    if model.attention_chunk_size is not None or "chunked_attention" in kinds:
+        yield Unsupported("chunked-local attention is not supported")
+    if model.get_sliding_window() is not None or "sliding_attention" in kinds:
+        yield Unsupported(
+            f"sliding-window attention is not supported (window {model.get_sliding_window()}), "
+            "a window's cache is small as it is"
+        )
+    if name := has("attn_logit_softcapping"):
+        yield Unsupported(f"logit soft-capping is not supported ({name})")
+    if model.hf_config.model_type in ("gpt_oss", "mimo_v2_flash", "laguna"):
+        yield Unsupported(f"learned attention sinks ({model.hf_config.model_type}) are not supported")
+    if name := has("alibi", "use_alibi"):
+        yield Unsupported(f"ALiBi is not supported ({name})")
+    if model.hf_config.model_type in ("bloom", "mpt", "step1"):
+        yield Unsupported(f"ALiBi is not supported ({model.hf_config.model_type})")
+    if name := has("num_kv_shared_layers"):
+        yield Unsupported(f"layers that share a KV cache are not supported ({name})")
+    if (size := model.get_head_size()) not in HEAD_SIZES:
+        yield Unsupported(f"head_dim {size} is not supported, only {_list(HEAD_SIZES)}")
+    if model.dtype not in DTYPES:
+        yield Unsupported(f"model dtype {model.dtype} is not supported, only {_list(DTYPES)}")
+
+
+def _settings(config: VllmConfig) -> Iterator[Unsupported]:
+    from s4kv_ext.calibrate import settings
+
+    for name, value in settings(config).items():
+        if value not in SETTINGS.get(name, ()):
+            known = ", ".join(f"{k}: {_list(v)}" for k, v in SETTINGS.items())
+            yield Unsupported(
+                f"unknown setting {name}={value!r} in --additional-config", f"known are {known}"
+            )
+
+
+def check_layer(*, head_size: int, attn_type: str, **options: Any) -> None:
+    """Refuse what only a layer knows of itself; reached where ``check_config`` knew no better."""
+    if head_size not in HEAD_SIZES:
+        raise Unsupported(f"head_dim {head_size} is not supported, only {_list(HEAD_SIZES)}")
+    if attn_type != "decoder":
+        raise Unsupported(f"{attn_type} attention is not supported")
+    for name, value in options.items():
+        if value:
+            raise Unsupported(f"attention with {name} is not supported")
+
+
+def _list(items: Any) -> str:
+    return " or ".join(str(x) for x in items)
