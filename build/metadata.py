@@ -12,7 +12,17 @@ OURS = "s4kv.{revision}"
 SUMMARY = "vLLM {version} with --kv-cache-dtype int4_kivi: three times the tokens in the KV cache"
 # The CPU wheel leaves torch's companions open; the newest do not load with the torch it needs.
 CPU_PINS = {"torch": "2.11.0", "torchaudio": "2.11.0", "torchvision": "0.26.0"}
-ENTRY_POINT = "s4kv = s4kv_ext.cli:main"
+ENTRY_POINTS = {
+    "[console_scripts]": "s4kv = s4kv_ext.cli:main",
+    "[vllm.general_plugins]": "s4kv_install_check = s4kv_ext.install_check:plugin",
+}
+# The alias stays where stock vLLM has replaced the wheel, and says so.
+ALIAS_ENTRY_POINTS = """[console_scripts]
+s4kv-doctor = s4kv_guard:doctor
+
+[vllm.general_plugins]
+s4kv_guard = s4kv_guard:guard_plugin
+"""
 DROPPED = ("Author", "Author-email", "Maintainer", "Maintainer-email", "Project-URL", "Summary")
 
 
@@ -84,6 +94,8 @@ def alias_metadata(pins: Pins, variant: str) -> str:
         "License-File: NOTICE",
         "Requires-Python: <3.15,>=3.10",
         f"Requires-Dist: vllm=={ours}",
+        "Provides-Extra: model",
+        "Requires-Dist: gguf>=0.17; extra == 'model'",
         "Description-Content-Type: text/markdown",
     ]
     return "\n".join(lines) + "\n\n" + description()
@@ -99,11 +111,12 @@ def wheel_file(tag: str, *, pure: bool) -> str:
 
 
 def entry_points(upstream: str) -> str:
-    """Upstream's, and the command s4kv among the console scripts."""
-    head = "[console_scripts]\n"
-    if head not in upstream:
-        raise ValueError("upstream's entry_points.txt has no console_scripts")
-    return upstream.replace(head, f"{head}{ENTRY_POINT}\n", 1)
+    """Upstream's, and ours in their groups."""
+    for head, line in ENTRY_POINTS.items():
+        if f"{head}\n" not in upstream:
+            raise ValueError(f"upstream's entry_points.txt has no {head}")
+        upstream = upstream.replace(f"{head}\n", f"{head}\n{line}\n", 1)
+    return upstream
 
 
 def version_module(pristine: str, pins: Pins, variant: str) -> str:

@@ -156,8 +156,10 @@ def write_alias(p: Pins, variant: str) -> Path:
     _, stem = names(p, variant)
     dist_info = f"{stem}.dist-info"
     wheel = Wheel(DIST / f"{stem}-py3-none-any.whl", dist_info)
+    wheel.add("s4kv_guard.py", (EXT / "install_check.py").read_bytes())
     wheel.add(f"{dist_info}/METADATA", metadata.alias_metadata(p, variant).encode())
     wheel.add(f"{dist_info}/WHEEL", metadata.wheel_file("py3-none-any", pure=True).encode())
+    wheel.add(f"{dist_info}/entry_points.txt", metadata.ALIAS_ENTRY_POINTS.encode())
     for name in LICENSES:
         wheel.add(f"{dist_info}/licenses/{name}", (ROOT / name).read_bytes())
     return wheel.close()
