@@ -1,24 +1,41 @@
-# make help lists what is here.
-PYTHON ?= python3
-VARIANT ?=
+# `make help` lists what is here.
+PYTHON = python3
+VARIANT =
+MODEL =
+PORT = 8000
+KV = int4_kivi
+ARGS =
+export ARGS
 
-.PHONY: help fetch apply refresh verify
-help:      ## this list
-	@sed -n 's/^\([a-z-]*\): *.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+variant = $(if $(VARIANT),--variant $(VARIANT))
 
-fetch:     ## get the pinned files through pip's index, verify and cache them
-	@$(PYTHON) build/fetch.py
+.PHONY: help serve install wheel test fetch apply refresh verify clean
+help:     ## this list
+	@sed -n 's/^\([a-z]*\): *## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
-apply:     ## lay the patched vLLM checkout in vllm/src, one commit a patch
-	@$(PYTHON) build/apply.py $(if $(FORCE),--force)
+serve:    ## build, install and serve; MODEL= PORT=8000 KV=int4_kivi ARGS= VARIANT=cpu|cuda
+	@$(PYTHON) build/serve.py --port '$(PORT)' --kv '$(KV)' $(if $(MODEL),--model '$(MODEL)') $(variant)
 
-refresh:   ## write the commits of vllm/src back to patches/
-	@$(PYTHON) build/refresh.py
+install:  ## build if an input changed, and install into .venv; VARIANT=
+	@$(PYTHON) build/env.py install $(variant)
 
-wheel:     ## build dist/: the vllm wheel and its alias; VARIANT=cpu or cuda
+wheel:    ## build dist/: the vllm wheel and its alias; VARIANT=cpu|cuda
 	@$(PYTHON) build/wheel.py $(or $(VARIANT),cpu)
 
-install:   ## build if an input changed, and install into .venv
-	@$(PYTHON) build/env.py install $(if $(VARIANT),--variant $(VARIANT))
+test:     ## lint, types and the test suite
+	@$(PYTHON) build/test.py
 
-.PHONY: wheel install
+fetch:    ## get the pinned files through pip's index, verify and cache them
+	@$(PYTHON) build/fetch.py
+
+apply:    ## lay the patched vLLM checkout in vllm/src, one commit a patch; FORCE=1 drops edits
+	@$(PYTHON) build/apply.py $(if $(FORCE),--force)
+
+refresh:  ## write the commits of vllm/src back to patches/
+	@$(PYTHON) build/refresh.py
+
+verify:   ## prove that the series is sound: applies, is complete, says why and until when
+	@$(PYTHON) build/verify.py
+
+clean:    ## remove what was built; the cache and .venv stay
+	rm -rf build-tree dist s4kv_ext/*.so
