@@ -14,18 +14,13 @@ from torch import Tensor
 
 from s4kv_ext import channel_map, cpu_ops
 from s4kv_ext.format import KV_CACHE_DTYPE
+from s4kv_ext.settings import plain_keys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 TOKENS = 2048
 SEED = 20260714
-
-
-def settings(vllm_config: VllmConfig) -> dict[str, Any]:
-    """The user's ``--additional-config '{"int4_kivi": {...}}'``."""
-    extra = vllm_config.additional_config
-    return dict(extra.get(KV_CACHE_DTYPE, {})) if isinstance(extra, dict) else {}
 
 
 def observe(impl: Any, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> Tensor:
@@ -48,7 +43,7 @@ def calibrate(runner: Any) -> None:
     config: VllmConfig = runner.vllm_config
     layers = config.compilation_config.static_forward_context.values()
     impls = [x.impl for x in layers if isinstance(x, Attention) and x.kv_cache_dtype == KV_CACHE_DTYPE]
-    if settings(config).get("keys") == "plain":
+    if plain_keys(config):
         for impl in impls:
             impl.slot_channel = channel_map.one_slot_each(impl.num_kv_heads, impl.head_size)
         return

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from s4kv_ext import settings
 from s4kv_ext.format import BLOCK, DTYPES, HEAD_SIZES, KV_CACHE_DTYPE, RECENT
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 INSTEAD = "use --kv-cache-dtype auto"
-SETTINGS = {"keys": ("slotted", "plain")}
 
 
 class Unsupported(ValueError):
@@ -113,9 +113,10 @@ def _model(config: VllmConfig) -> Iterator[Unsupported]:
         yield Unsupported("bidirectional attention over a prefix is not supported")
     if model.attention_chunk_size is not None or "chunked_attention" in kinds:
         yield Unsupported("chunked-local attention is not supported")
-    if model.get_sliding_window() is not None or "sliding_attention" in kinds:
+    window = model.get_sliding_window()
+    if "sliding_attention" in kinds or (window and not kinds):
         yield Unsupported(
-            f"sliding-window attention is not supported (window {model.get_sliding_window()}), "
+            f"sliding-window attention is not supported (window {window}), "
             "a window's cache is small as it is"
         )
     if name := has("attn_logit_softcapping"):
@@ -135,11 +136,9 @@ def _model(config: VllmConfig) -> Iterator[Unsupported]:
 
 
 def _settings(config: VllmConfig) -> Iterator[Unsupported]:
-    from s4kv_ext.calibrate import settings
-
-    for name, value in settings(config).items():
-        if value not in SETTINGS.get(name, ()):
-            known = ", ".join(f"{k}: {_list(v)}" for k, v in SETTINGS.items())
+    for name, value in settings.given(config).items():
+        if value not in settings.KNOWN.get(name, ()):
+            known = ", ".join(f"{k}: {_list(v)}" for k, v in settings.KNOWN.items())
             yield Unsupported(
                 f"unknown setting {name}={value!r} in --additional-config", f"known are {known}"
             )
