@@ -100,8 +100,9 @@ def quantize(key: Tensor, value: Tensor, slot_channel: Tensor, has_sinks: bool) 
         k[:, :SINKS], v[:, :SINKS] = k[:, SINKS, None], v[:, SINKS, None]
 
     key_exponent, value_exponent = _exponent(k), _exponent(v)
-    k = k * _power(-key_exponent)[:, None, None]
-    v = hadamard(v * _power(-value_exponent)[:, None, None])
+    # + 0 turns -0 into 0: which of the two a minimum returns would depend on the kernel.
+    k = k * _power(-key_exponent)[:, None, None] + 0.0
+    v = hadamard(v * _power(-value_exponent)[:, None, None] + 0.0)
 
     slots = slots_of_channel(slot_channel, dim)
     steps = (16.0**slots - 1).float()

@@ -1,0 +1,80 @@
+// Runs a plan on all cores, with the kernels of the best instruction set this processor has.
+#include <stdlib.h>
+#include <string.h>
+
+#include <c10/util/Exception.h>
+
+#include "format.h"
+#include "plan.h"
+
+namespace s4kv {
+namespace {
+
+Kernels choose() {
+  constexpr Kernels all[] = {
+      {"baseline", baseline::seal, baseline::attend, baseline::merge},
+      {"avx2", avx2::seal, avx2::attend, avx2::merge},
+      {"avx512", avx512::seal, avx512::attend, avx512::merge},
+  };
+  int best = 0;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) best = 1;
+  if (best == 1 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    best = 2;
+  if (const char* wanted = getenv("S4KV_CPU_ISA")) {  // for tests
+    int i = 0;
+    while (i <= best && strcmp(all[i].name, wanted)) ++i;
+    TORCH_CHECK(i <= best, "S4KV_CPU_ISA=", wanted, ": this processor has baseline up to ", all[best].name);
+    best = i;
+  }
+  return all[best];
+}
+
+// Copies the new tokens [p, end) of a request into its recent pages.
+void store(const StepArgs& a, const Request& r, int64_t p, int64_t end) {
+  const int64_t item = a.dtype == DType::f32 ? 4 : 2, n = a.pages.page_tokens, size = a.dim * item;
+  for (; p < end; ++p) {
+    const int64_t row = r.row + p - r.computed;
+    char* page = (char*)a.pages.recent + r.recent_row[p / n] * a.pages.recent_page_stride * item + p % n * size;
+    for (int h = 0; h < a.kv_heads; ++h) {
+      char* to = page + h * a.pages.recent_head_stride * item;
+      memcpy(to, (char*)a.key.data + (row * a.key.token_stride + h * a.key.head_stride) * item, size);
+      memcpy(to + n * size, (char*)a.value.data + (row * a.value.token_stride + h * a.value.head_stride) * item, size);
+    }
+  }
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels chosen = choose();
+  return chosen;
+}
+
+void run_store_and_seal(const StepArgs& a, const Plan& plan) {
+  // A few tokens a request, some hundred at most: not worth waking the other threads.
+  for (const Request& r : plan.requests) {
+    const int64_t end = sealed_tokens(r.length), sinks = r.length < kSinks ? r.length : kSinks;
+    store(a, r, r.computed, sinks);
+    int64_t first = end > r.computed ? end : r.computed;
+    store(a, r, first > sinks ? first : sinks, r.length);
+  }
+  const auto seal = kernels().seal;
+  const int64_t n = plan.seals.size();
+#pragma omp parallel for schedule(dynamic, 1) if (n > 1)
+  for (int64_t i = 0; i < n; ++i) seal(a, plan.seals[i]);
+}
+
+void run_attend(const AttendArgs& a, const Plan& plan) {
+  const Kernels& k = kernels();
+  const int64_t n = plan.attends.size(), merges = plan.merges.size();
+#pragma omp parallel if (n > 1)
+  {
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < n; ++i) k.attend(a, plan.attends[i]);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < merges; ++i) k.merge(a, plan.merges[i]);
+  }
+}
+
+}  // namespace s4kv

@@ -1,0 +1,119 @@
+// Vectors of the widest floats that the instruction set has, and the few things the compiler's
+// vector extension does not do well by itself.
+#pragma once
+#include <immintrin.h>
+
+#include "half.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(W * 4)));
+typedef int32_t IVec __attribute__((vector_size(W * 4)));
+
+inline Vec splat(float x) { return x - Vec{}; }
+
+inline Vec load(const float* p) {
+  Vec v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
+
+inline Vec load(const f16* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  Vec v;
+  for (int i = 0; i < W; ++i) v[i] = to_float(p[i]);
+  return v;
+#endif
+}
+
+inline Vec load(const bf16* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+  Vec v;
+  for (int i = 0; i < W; ++i) v[i] = to_float(p[i]);
+  return v;
+#endif
+}
+
+// W bytes: their low nibbles and their high nibbles.
+inline void nibbles(const uint8_t* p, Vec& low, Vec& high) {
+#if defined(__AVX512F__)
+  // A permutation of 0..15 looks at the low four bits alone: it masks and converts at once.
+  const __m512 to_float = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  low = (Vec)_mm512_permutexvar_ps(b, to_float);
+  high = (Vec)_mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), to_float);
+#elif defined(__AVX2__)
+  const __m256i b = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+  low = (Vec)_mm256_cvtepi32_ps(_mm256_and_si256(b, _mm256_set1_epi32(15)));
+  high = (Vec)_mm256_cvtepi32_ps(_mm256_srli_epi32(b, 4));
+#else
+  for (int i = 0; i < W; ++i) {
+    low[i] = float(p[i] & 15);
+    high[i] = float(p[i] >> 4);
+  }
+#endif
+}
+
+inline Vec max(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline float sum(Vec v) {
+  float x[W];
+  store(x, v);
+  for (int n = W / 2; n; n /= 2)
+    for (int i = 0; i < n; ++i) x[i] += x[i + n];
+  return x[0];
+}
+inline float top(Vec v) {
+  float x[W];
+  store(x, v);
+  for (int n = W / 2; n; n /= 2)
+    for (int i = 0; i < n; ++i) x[i] = x[i] > x[i + n] ? x[i] : x[i + n];
+  return x[0];
+}
+
+// 2**x for x <= 0, within an ulp or two; 0 below the smallest normal number.
+inline Vec exp2(Vec x) {
+  const Vec magic = splat(0x1.8p23f);
+  const Vec r = x + magic;  // the integer part is in the low bits
+  const Vec f = x - (r - magic);
+  Vec p = splat(1.535336188319500e-4f);
+  p = p * f + 1.339887440266574e-3f;
+  p = p * f + 9.618437357674640e-3f;
+  p = p * f + 5.550332471162809e-2f;
+  p = p * f + 2.402264791363012e-1f;
+  p = p * f + 6.931472028550421e-1f;
+  p = p * f + 1.0f;
+  const Vec y = (Vec)((IVec)p + ((IVec)r << 23));
+  return x < -126.0f ? Vec{} : y;
+}
+
+inline float exp2(float x) { return exp2(splat(x))[0]; }
+
+inline float power(int e) { return float_of(uint32_t(e + 127) << 23); }
+
+}  // namespace
