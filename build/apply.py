@@ -23,11 +23,13 @@ def apply(*, keep: bool = False, force: bool = False) -> None:
     with locked(TREE / ".src.lock"):
         edits = "" if force else checkout.local_edits()
         if edits and keep:
-            return say(f"vllm/src has {edits}; it is used as it is")
+            say(f"vllm/src has {edits}; it is used as it is")
+            return
         if edits and not checkout.current():
             raise Stop(f"vllm/src has {edits}; --force throws them away")
         if edits or (checkout.current() and not force):
-            return say(f"vllm/src is up to date{f', with {edits}' if edits else ''}")
+            say(f"vllm/src is up to date{f', with {edits}' if edits else ''}")
+            return
         checkout.renew()
         say(f"{SRC.relative_to(SRC.parent.parent)}: {len(checkout.series())} patches applied")
 

@@ -13,6 +13,7 @@ import zipfile
 from base64 import urlsafe_b64encode
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 STAMP = (2026, 1, 1, 0, 0, 0)
 
@@ -65,7 +66,7 @@ class Wheel:
         info.create_system, info.external_attr = 3, old.external_attr
         info.compress_type, info.CRC = old.compress_type, old.CRC
         info.compress_size, info.file_size = old.compress_size, old.file_size
-        z = self.zip
+        z: Any = self.zip  # some of what is used here is private
         z.fp.seek(z.start_dir)
         info.header_offset = z.fp.tell()
         z.fp.write(info.FileHeader(zip64=False))

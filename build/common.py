@@ -92,14 +92,12 @@ def locked(path: Path):
         yield
 
 
-def git(*args: str, cwd: Path, stdin: bytes | None = None, **env: str) -> str:
+def git(*args: str, cwd: Path, **env: str) -> str:
     """git, deaf to the user's own configuration, so that the results depend on the inputs."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     clean |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"} | env
     try:
-        done = subprocess.run(
-            ("git", *args), cwd=cwd, input=stdin, env=clean, capture_output=True, check=False
-        )
+        done = subprocess.run(("git", *args), cwd=cwd, env=clean, capture_output=True, check=False)
     except FileNotFoundError as e:
         raise Stop("git is not installed") from e
     if done.returncode:

@@ -101,7 +101,7 @@ def install(variant: str, *, tests: bool = False) -> None:
     say("installing into .venv")
     # A rebuilt wheel has the version of the old one: name the two that must be laid down again.
     again = ["--reinstall-package", "vllm", "--reinstall-package", "s4kv-vllm"]
-    extra = ["-r", TESTS] if tests else []
+    extra = ["-r", str(TESTS)] if tests else []
     vllm, alias = wheels
     uv("pip", "install", *again, vllm, f"{alias}[model]", *extra)
     stamp.write_text(wanted)

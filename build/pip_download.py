@@ -133,7 +133,8 @@ def fetch_any(session, links, wanted: str, part: Path) -> None:
     for attempt in range(1, ATTEMPTS + 1):
         link = links[(attempt - 1) % len(links)]
         try:
-            return download(session, link.url_without_fragment, wanted, part)
+            download(session, link.url_without_fragment, wanted, part)
+            return
         except Exception as e:  # of pip's vendored requests and urllib3, which have no public name
             if isinstance(e, OSError) and e.errno in (13, 28, 30):  # access, space, read-only
                 raise SystemExit(f"s4kv: error: cannot write {part}: {e.strerror}") from e

@@ -70,7 +70,7 @@ def arguments(args: argparse.Namespace, variant: str) -> list[str]:
         out = [args.model, *out]
     if variant == "cpu":
         out += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
-    return out + args.rest + shlex.split(os.environ.get("ARGS", ""))
+    return out + shlex.split(os.environ.get("ARGS", ""))
 
 
 def run() -> None:
@@ -81,12 +81,12 @@ def run() -> None:
     ap.add_argument("--port", type=int, default=8000)
     ap.add_argument("--kv", default="int4_kivi", metavar="DTYPE", help="the KV cache dtype")
     ap.add_argument("--variant", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    args, args.rest = ap.parse_known_args()
+    args, rest = ap.parse_known_args()
     variant = args.variant or env.default_variant()
     need_port(args.port)
     need_libraries(variant)
     env.install(variant)
-    command = [str(env.VENV / "bin" / "vllm"), "serve", *arguments(args, variant)]
+    command = [str(env.VENV / "bin" / "vllm"), "serve", *arguments(args, variant), *rest]
     say(" ".join(map(shlex.quote, command)))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # this is not upstream's build
     os.environ["PATH"] = f"{env.VENV / 'bin'}:{os.environ['PATH']}"  # torch compiles with its ninja

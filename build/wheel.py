@@ -14,14 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
+import zlib
 from hashlib import sha256
 from pathlib import Path
 
 import metadata
+import native
 from apply import apply
 from archive import Base, Wheel
-from common import DIST, ROOT, SRC, TREE, Pins, Stop, digest, git, locked, main, pins, say
+from common import DIST, ROOT, SRC, TREE, Pins, digest, git, locked, main, pins, say
 from fetch import fetch
 
 EXT = ROOT / "s4kv_ext"
@@ -44,9 +45,7 @@ def extension() -> dict[str, Path]:
     """Our package without what only builds it."""
     kept = (p for p in EXT.rglob("*") if p.suffix in (".py", ".json", ".typed"))
     skip = {"csrc", "__pycache__"}
-    return {
-        str(p.relative_to(ROOT)): p for p in kept if not skip & set(p.relative_to(EXT).parts)
-    }
+    return {str(p.relative_to(ROOT)): p for p in kept if not skip & set(p.relative_to(EXT).parts)}
 
 
 def platform_tag(base: Path, library: bytes) -> str:
@@ -59,11 +58,10 @@ def platform_tag(base: Path, library: bytes) -> str:
 
 def inputs(variant: str) -> str:
     """One hash of everything that the wheel is made from and that may change."""
-    h = sha256(f"{variant} {sys.version_info[:2]}".encode())
+    h = sha256(f"{variant} {native.sources_digest(variant)}".encode())
     files = extension() | {n: SRC / n for n in patched()}
     files |= {n: ROOT / n for n in ("README.md", "vllm/pin.toml", *LICENSES)}
     files |= {str(p.relative_to(ROOT)): p for p in (ROOT / "build").glob("*.py")}
-    files |= {str(p): p for p in (EXT / "csrc").rglob("*") if p.is_file()}
     for name in sorted(files):
         data = files[name].read_bytes() if files[name].is_file() else b"absent"
         h.update(f"{name} {len(data)} ".encode() + data)
@@ -89,8 +87,6 @@ def build_info(p: Pins, variant: str, torch: str, files: dict[str, bytes]) -> by
 
 
 def write_vllm(p: Pins, variant: str) -> Path:
-    import native
-
     base_path = fetch(p.files[variant])
     base = Base(base_path)
     upstream = base.text("METADATA")
@@ -128,9 +124,7 @@ def write_vllm(p: Pins, variant: str) -> Path:
             wheel.add(name, data[name], executable=bool(old and old.external_attr >> 16 & 0o100))
         else:
             wheel.copy(base, name)
-    wheel.add(
-        f"{dist_info}/METADATA", metadata.vllm_metadata(upstream, p, variant).encode()
-    )
+    wheel.add(f"{dist_info}/METADATA", metadata.vllm_metadata(upstream, p, variant).encode())
     wheel.add(f"{dist_info}/WHEEL", metadata.wheel_file(tag, pure=False).encode())
     wheel.add(
         f"{dist_info}/entry_points.txt",
@@ -144,8 +138,6 @@ def write_vllm(p: Pins, variant: str) -> Path:
 
 
 def same(base: Base, name: str, path: Path) -> bool:
-    import zlib
-
     member = base.members.get(name)
     if member is None or member.file_size != path.stat().st_size:
         return False

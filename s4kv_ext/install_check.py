@@ -167,7 +167,9 @@ def require() -> None:
         from s4kv_ext.checks import Unsupported
     except ImportError:
         raise BrokenInstallation(message()) from None
-    raise Unsupported("this installation is broken: " + "; ".join(state()), f"repair it: {repair()}")
+    raise Unsupported(
+        "this installation is broken: " + "; ".join(state()), f"repair it: {repair()}"
+    )
 
 
 def warn() -> None:
