@@ -155,6 +155,7 @@ class Int4KiviImpl(AttentionImpl):
         self.num_kv_heads = num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.slot_channel: Tensor | None = None  # set by calibrate.py before any request
+        cpu_ops.load()
 
     def forward(
         self,
