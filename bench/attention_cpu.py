@@ -2,7 +2,7 @@
 
     python bench/attention_cpu.py [--dtype float32] [--heads 9 --kv-heads 3 --head-dim 64] [--json FILE]
 
-Decode: one token for each of `batch` requests at `context` tokens. Prefill: `batch` prompts of
+Decode: one token for each of `batch` requests at `context` - 32 tokens (halfway between two seals). Prefill: `batch` prompts of
 `context` tokens in chunks of --chunk tokens in all. Every layer has a cache of its own and they take
 turns, so that the caches come from memory as they do in the engine. Both sides include storing
 the new keys and values. Needs a vLLM for CPU of the pinned version.
@@ -118,10 +118,11 @@ class Vllm:
 
 
 def fill(cache: Kivi | Vllm) -> None:
-    """Every request at its full context, in every layer."""
+    """Every request up to where its decode starts, in every layer."""
     s = cache.s
-    _, k, v = s.tokens(s.batch * s.context)
-    start, lens = ints(range(0, s.batch * s.context + 1, s.context)), ints([s.context] * s.batch)
+    n = s.context - BLOCK // 2 - 1
+    _, k, v = s.tokens(s.batch * n)
+    start, lens = ints(range(0, s.batch * n + 1, n)), ints([n] * s.batch)
     step = cache.step(start, lens)
     if isinstance(cache, Kivi):
         cpu_ops.store_and_seal(k, v, *cache.layers[0], step, cache.slot_channel)
@@ -135,7 +136,7 @@ def decode(cache: Kivi | Vllm) -> Callable[[], None]:
     s = cache.s
     q, k, v = s.tokens(s.batch)
     out = torch.empty(s.batch, s.heads, s.dim, dtype=s.dtype)
-    step = cache.step(ints(range(s.batch + 1)), ints([s.context] * s.batch))
+    step = cache.step(ints(range(s.batch + 1)), ints([s.context - BLOCK // 2] * s.batch))
 
     def run() -> None:
         for layer in range(s.layers):

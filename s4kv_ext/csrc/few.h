@@ -131,6 +131,20 @@ void unrotate(Few<D, R>& f) {
   }
 }
 
+// Asks for the rows of the tail's tokens [start, start + kBlock).
+template <typename T, int D>
+void prefetch_tail(const AttendArgs& a, const Request& r, int head, int64_t start, int64_t end) {
+  const Tail tail{r};
+  for (int64_t i = start; i < end && i < start + kBlock; ++i) {
+    const T *key, *value;
+    tail_row<T, D>(a, r, head, tail.position(i), key, value);
+    for (int c = 0; c < D; c += 64 / sizeof(T)) {
+      __builtin_prefetch(key + c);
+      __builtin_prefetch(value + c);
+    }
+  }
+}
+
 template <typename T, int D, int R>
 void attend_tail(Few<D, R>& f, const AttendArgs& a, const Request& r, const AttendTask& task) {
   const Tail tail{r};
@@ -139,33 +153,43 @@ void attend_tail(Few<D, R>& f, const AttendArgs& a, const Request& r, const Atte
   for (int64_t start = 0; start < end; start += kBlock) {
     const int n = end - start < kBlock ? int(end - start) : kBlock;
     for (int t = 0; t < n; ++t) tail_row<T, D>(a, r, task.head, tail.position(start + t), key[t], value[t]);
-    for (int t = 0; t < n; ++t) {
-      Vec dot[R] = {};
+    prefetch_tail<T, D>(a, r, task.head, start + kBlock, end);
+    // Dot products leave their W parts in lanes; they are summed up for W tokens at a time.
+    for (int i = 0; i < R; ++i)
+      for (int t0 = 0; t0 < n; t0 += W) {
+        Vec dot[W] = {};
+        const int some = n - t0 < W ? n - t0 : W;
+        for (int t = 0; t < some; ++t)
 #pragma GCC unroll 8
-      for (int c = 0; c < D; c += W) {
-        const Vec k = load(key[t] + c);
-#pragma GCC unroll 16
-        for (int i = 0; i < R; ++i) dot[i] += k * load(f.q[i] + c);
+          for (int c = 0; c < D; c += W) dot[t] += load(key[t0 + t] + c) * load(f.q[i] + c);
+        store(f.s[i] + t0, sums(dot));
       }
-      for (int i = 0; i < R; ++i) f.s[i][t] = sum(dot[i]);
-    }
     const int whole = (n + W - 1) / W * W;
     for (int i = 0; i < R; ++i) {
       int64_t seen = tail.end(r.computed + task.token + i / a.group) - start;
       for (int64_t t = seen < n ? (seen < 0 ? 0 : seen) : n; t < whole; ++t) f.s[i][t] = -__builtin_inff();
     }
     softmax(f, whole);
-    for (int c = 0; c < D; c += W) {
-      Vec x[R];
+    constexpr int N = R * 4 <= (W == 16 ? 24 : 8) ? 4 : 2;  // columns at once
+    for (int c = 0; c < D; c += N * W) {
+      Vec x[R][N];
 #pragma GCC unroll 16
-      for (int i = 0; i < R; ++i) x[i] = load(f.acc[i] + c);
+      for (int i = 0; i < R; ++i)
+#pragma GCC unroll 4
+        for (int k = 0; k < N; ++k) x[i][k] = load(f.acc[i] + c + k * W);
       for (int t = 0; t < n; ++t) {
-        const Vec v = load(value[t] + c);
+        Vec v[N];
+#pragma GCC unroll 4
+        for (int k = 0; k < N; ++k) v[k] = load(value[t] + c + k * W);
 #pragma GCC unroll 16
-        for (int i = 0; i < R; ++i) x[i] += f.s[i][t] * v;
+        for (int i = 0; i < R; ++i)
+#pragma GCC unroll 4
+          for (int k = 0; k < N; ++k) x[i][k] += f.s[i][t] * v[k];
       }
 #pragma GCC unroll 16
-      for (int i = 0; i < R; ++i) store(f.acc[i] + c, x[i]);
+      for (int i = 0; i < R; ++i)
+#pragma GCC unroll 4
+        for (int k = 0; k < N; ++k) store(f.acc[i] + c + k * W, x[i][k]);
     }
   }
 }
@@ -188,8 +212,13 @@ void attend_few(const AttendArgs& a, const AttendTask& task) {
   if (task.block1 > task.block0) {
     for (int i = 0; i < R; ++i)
       for (int s = 0; s < key_slots(D); ++s) f.q_slot[i][s] = slot_channel[s] < 0 ? 0.0f : f.q[i][slot_channel[s]];
-    for (int64_t b = task.block0; b < task.block1; ++b)
+    for (int64_t b = task.block0; b < task.block1; ++b) {
+      if (b + 1 < task.block1)
+        SealedPage<D>(a, r, task.head, b + 1).prefetch();
+      else if (task.tail)
+        prefetch_tail<T, D>(a, r, task.head, 0, Tail{r}.size());
       attend_page(f, SealedPage<D>(a, r, task.head, b), b == 0 ? kSinks : 0);
+    }
     unrotate(f);
   }
   if (task.tail) attend_tail<T>(f, a, r, task);

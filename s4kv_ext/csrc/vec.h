@@ -82,18 +82,61 @@ inline Vec max(Vec a, Vec b) {
 }
 
 inline float sum(Vec v) {
-  float x[W];
-  store(x, v);
-  for (int n = W / 2; n; n /= 2)
-    for (int i = 0; i < n; ++i) x[i] += x[i + n];
-  return x[0];
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX2__)
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+#else
+  return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
 }
+
 inline float top(Vec v) {
-  float x[W];
-  store(x, v);
-  for (int n = W / 2; n; n /= 2)
-    for (int i = 0; i < n; ++i) x[i] = x[i] > x[i + n] ? x[i] : x[i + n];
-  return x[0];
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__AVX2__)
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+#else
+  float x = v[0];
+  for (int i = 1; i < W; ++i) x = v[i] > x ? v[i] : x;
+  return x;
+#endif
+}
+
+// Lane i of the result is the sum of v[i]; v is overwritten.
+inline Vec sums(Vec (&v)[W]) {
+#if defined(__AVX512F__)
+  // Each step merges pairs of vectors: of every two numbers apart by `step` one comes from each.
+#pragma GCC unroll 4
+  for (int step = 1; step < W; step *= 2) {
+    IVec low, high;
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) {
+      low[i] = i & step ? W + i - step : i;
+      high[i] = i & step ? W + i : i + step;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < W; i += 2 * step) {
+      const __m512 a = (__m512)v[i], b = (__m512)v[i + step];
+      v[i] = (Vec)_mm512_permutex2var_ps(a, (__m512i)low, b) + (Vec)_mm512_permutex2var_ps(a, (__m512i)high, b);
+    }
+  }
+  return v[0];
+#elif defined(__AVX2__)
+  const auto four = [](const Vec* x) {
+    return _mm256_hadd_ps(_mm256_hadd_ps((__m256)x[0], (__m256)x[1]), _mm256_hadd_ps((__m256)x[2], (__m256)x[3]));
+  };
+  const __m256 a = four(v), b = four(v + 4);
+  return (Vec)_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+#else
+  Vec x;
+  for (int i = 0; i < W; ++i) x[i] = sum(v[i]);
+  return x;
+#endif
 }
 
 // 2**x for x <= 0, within an ulp or two; 0 below the smallest normal number.

@@ -1,0 +1,65 @@
+// Host entry points of the kernels, and what they share.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace s4kv {
+
+struct StepTables;
+struct Plan;
+
+// Throws with the kernel's name if the launch failed.
+void check_launch(const char* name);
+void check(cudaError_t error, const char* name);
+
+// Pages of one layer: sealed [pages, H, bytes] and recent [pages, H, 2, 16, D], strides in bytes.
+struct Pages {
+  uint8_t* sealed;
+  uint8_t* recent;
+  long sealed_page, sealed_head, recent_page, recent_head;
+  const int16_t* slot_channel;  // [H, D + 16]
+  int heads, dim;
+  bool bf16;
+};
+
+void plan_step(const StepTables&, const Plan&, int max_queries, int head_groups, int min_pages, cudaStream_t);
+
+struct NewTokens {
+  const void* key;  // [T, H, D], heads of a token contiguous
+  const void* value;
+  long key_token, value_token;  // strides in elements
+};
+void store_and_seal(const Pages&, const NewTokens&, const StepTables&, const Plan&, cudaStream_t);
+
+struct DecodeShape {
+  int group;       // query heads a KV head
+  int head_parts;  // KV heads read side by side by one thread block
+  int tile_warps;  // warps that share a page, each with its own query rows
+  int tiles;       // tiles of 8 query rows a warp: 1 or 2
+  int warps;       // of a thread block
+  int stages;      // of a page lane's ring
+};
+struct Queries {
+  const void* query;  // [T, H * G, D]
+  void* out;
+  long query_token, out_token;  // strides in elements; heads of a token contiguous
+  float scale;
+  float* partial;  // workspace
+  int* arrivals;   // [requests * H], zero between launches
+  bool overlap;    // start while store_and_seal of this step, the launch before, still runs
+};
+int decode_shared_bytes(int dim, const DecodeShape&);
+long decode_partial_floats(int dim, int grid, const DecodeShape&);
+void decode(const Pages&, const Queries&, const StepTables&, const Plan&, const DecodeShape&, cudaStream_t);
+
+struct ContextChunk {
+  const int* start;  // [requests] first token of each request, a multiple of 64
+  const int* rows;   // [requests + 1] where its tokens go in the workspace
+  void* key;         // [max_tokens, H, D]
+  void* value;
+  int max_tokens;
+};
+void dequant_context(const Pages&, const ContextChunk&, const StepTables&, cudaStream_t);
+
+}  // namespace s4kv

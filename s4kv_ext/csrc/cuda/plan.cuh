@@ -1,0 +1,71 @@
+// What one step has to do, worked out once on the device and read by every layer's kernels.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace s4kv {
+
+struct StepTables {
+  const int* query_start;  // [requests + 1]
+  const int* seq_lens;     // [requests], tokens after the step
+  const int* sealed_table;
+  const int* recent_table;
+  long sealed_stride, recent_stride;  // entries a row
+  int requests;
+};
+
+// Per request, for decode. query_tokens 0: nothing to do here.
+struct __align__(16) Request {
+  int sealed;       // sealed tokens its queries see
+  int seq_len;      // tokens after the step
+  int query_start;  // row of its first query
+  int queries;      // query tokens | FRESH if it has just hit the prefix cache
+};
+constexpr int FRESH = 1 << 16;
+
+// One KV head of a request is a row of pages: its sealed pages, then (sinks first) its recent ones.
+__host__ __device__ inline int sealed_pages(const Request& r) { return r.sealed / 64; }
+__host__ __device__ inline int total_pages(const Request& r) {
+  return (r.queries & 0xffff) == 0 ? 0 : sealed_pages(r) + (r.sealed > 0) + (r.seq_len + 15) / 16 - r.sealed / 16;
+}
+// Which of the request's recent pages comes k-th, and the first token it holds is 16 times that.
+__host__ __device__ inline int recent_page(const Request& r, int k) {
+  return r.sealed == 0 || k == 0 ? k : r.sealed / 16 + k - 1;
+}
+
+// Where a thread block of the decode kernel starts; 128 bytes, so that one load brings the block
+// everything its first copies need.
+constexpr int FIRST_PAGES = 24;
+struct __align__(16) Share {
+  int request, head_group;
+  int first;  // its first page, counted from the start of (request, head group)
+  int pages;  // how many it reads
+  Request info;
+  int page[FIRST_PAGES];
+};
+static_assert(sizeof(Share) == 128);
+
+struct __align__(16) Seal {
+  int request, start;  // block of tokens [start, start + 64)
+  int computed;        // tokens before the step: older ones are in recent pages
+  int query_start;     // row of token `computed` among the new ones
+};
+
+struct Header {
+  int pages;   // of all requests and head groups
+  int shares;  // thread blocks that have work
+  int seals;
+  int unused[5];
+};
+
+struct Plan {
+  Header* header;
+  Request* request;  // [requests]
+  Share* share;      // [grid]
+  Seal* seal;        // [max_seals]
+  int* slot;         // [tokens]: recent page * 16 + place of each new token, -1: not stored
+  int grid, max_seals, tokens;
+};
+
+}  // namespace s4kv
