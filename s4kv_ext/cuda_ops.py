@@ -1,0 +1,189 @@
+"""The CUDA kernels (``csrc/cuda``), callable: plan a step once, then run its parts in every layer.
+
+    plan = StepPlan(shape, max_requests, max_tokens, device)         # once; shared by all layers
+    plan.update(query_start_loc, seq_lens, sealed_table, recent_table, num_tokens)   # each step
+    store_and_seal(plan, key, value, pages)                          # each layer
+    decode(plan, query, out, pages, scale)
+
+Nothing here synchronises or allocates after construction, and every launch has a fixed grid, so all
+of it can be captured in a CUDA graph; ``update`` reads device tensors only and may be captured too,
+or run before the replay. Whoever captures keeps the tables and the plan where they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from s4kv_ext.format import BLOCK, head_page_bytes
+
+_FIRST_PAGES = 24  # plan.cuh
+MAX_QUERIES = 8
+"""Most query tokens a request may have in ``decode``."""
+
+
+@functools.cache
+def load(path: str | None = None) -> None:
+    """Load the library once; it lies beside this file in the wheel."""
+    torch.ops.load_library(path or str(Path(__file__).with_name("libs4kv_cuda.so")))
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """How a thread block of ``decode`` is put together; see csrc/cuda/launch.h."""
+
+    heads: int
+    group: int
+    head_dim: int
+    head_parts: int
+    tile_warps: int
+    tiles: int
+    warps: int
+    stages: int
+    grid: int
+
+    @property
+    def head_groups(self) -> int:
+        return self.heads // self.head_parts
+
+    @property
+    def lanes(self) -> int:
+        """Pages of one head that a thread block reads at a time."""
+        return self.warps // (self.tile_warps * self.head_parts)
+
+
+def decode_shape(
+    heads: int,
+    group: int,
+    head_dim: int,
+    max_queries: int = 1,
+    *,
+    shared_bytes: int,
+    processors: int,
+    head_parts: int | None = None,
+    warps: int | None = None,
+    stages: int | None = None,
+) -> DecodeShape:
+    """The shape for ``group * max_queries`` query rows on a card with so much shared memory a block.
+
+    heads: KV heads. The last three override what is chosen here, for experiments.
+    """
+    if not 1 <= group <= 16 or not 1 <= max_queries <= MAX_QUERIES:
+        raise ValueError(f"decode takes 1..16 query heads a KV head and 1..{MAX_QUERIES} queries, got {group}, {max_queries}")
+    row_tiles = -(-group * max_queries // 8)
+    tiles = 1 if row_tiles == 1 else 2
+    tile_warps = -(-row_tiles // tiles)
+    page = head_page_bytes(head_dim) + 8
+    room = (shared_bytes - 2048) // page
+    most = warps or (12 if tiles == 1 else 8)
+    lanes = max(1, min(most // tile_warps, room // 2))
+    head_parts = head_parts or 1
+    lanes = lanes // head_parts * head_parts
+    stages = stages or min(room // lanes, 16)
+    return DecodeShape(
+        heads, group, head_dim, head_parts, tile_warps, tiles, lanes * tile_warps, stages, processors
+    )
+
+
+def decode_shape_for(device: torch.device, heads: int, group: int, head_dim: int, max_queries: int = 1, **override) -> DecodeShape:
+    p = torch.cuda.get_device_properties(device)
+    return decode_shape(
+        heads, group, head_dim, max_queries,
+        shared_bytes=p.shared_memory_per_block_optin, processors=p.multi_processor_count, **override,
+    )  # fmt: skip
+
+
+@dataclass
+class Pages:
+    """One layer's cache: sealed [pages, H, bytes] uint8, recent [pages, H, 2, 16, D] (strided views of
+    one memory), slot_channel [H, D + 16] int16."""
+
+    sealed: Tensor
+    recent: Tensor
+    slot_channel: Tensor
+
+
+class StepPlan:
+    """What a step has to do, on the device, in buffers that stay where they are."""
+
+    def __init__(self, shape: DecodeShape, max_requests: int, max_tokens: int, device: torch.device | str) -> None:
+        def ints(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        load()
+        self.shape = shape
+        self.header, self.request = ints(8), ints(max_requests, 4)
+        self.share = ints(shape.grid, 8 + _FIRST_PAGES)
+        self.seal, self.slot = ints(max_tokens // BLOCK + max_requests, 4), ints(max_tokens)
+        floats = torch.ops.s4kv_cuda.decode_partial_floats(
+            shape.head_dim, shape.grid, shape.head_parts, shape.tile_warps, shape.tiles
+        )
+        self.partial = torch.empty(floats, dtype=torch.float32, device=device)
+        self.arrivals = ints(max_requests * shape.head_groups)
+        self.max_queries = shape.tile_warps * shape.tiles * 8 // shape.group
+        self.tables: tuple[Tensor, ...] = ()
+        self.buffers: tuple[Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        own = (self.header, self.request, self.share, self.seal, self.slot, self.partial, self.arrivals)
+        return sum(t.nbytes for t in own)
+
+    def update(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        sealed_table: Tensor,
+        recent_table: Tensor,
+        num_tokens: int,
+        max_queries: int | None = None,
+    ) -> None:
+        """Plan the step of ``reference.Step``'s tensors; num_tokens may be padded.
+
+        Requests without new tokens are skipped everywhere, those with more than ``max_queries`` in
+        ``decode``.
+        """
+        requests = seq_lens.shape[0]
+        self.tables = (query_start_loc, seq_lens, sealed_table, recent_table)
+        self.buffers = (
+            self.header, self.request, self.share, self.seal[: num_tokens // BLOCK + requests], self.slot[:num_tokens],
+        )  # fmt: skip
+        most = self.max_queries if max_queries is None else min(max_queries, self.max_queries)
+        torch.ops.s4kv_cuda.plan_step(
+            *self.tables, *self.buffers, most, self.shape.head_groups, self.shape.lanes
+        )
+
+
+def store_and_seal(plan: StepPlan, key: Tensor, value: Tensor, pages: Pages) -> None:
+    """New keys and values [T, H, D] into recent pages, blocks that fell behind into sealed ones."""
+    torch.ops.s4kv_cuda.store_and_seal(
+        key, value, pages.sealed, pages.recent, pages.slot_channel, *plan.tables, *plan.buffers
+    )
+
+
+def decode(plan: StepPlan, query: Tensor, out: Tensor, pages: Pages, scale: float, overlap: bool = False) -> None:
+    """Attention output of the requests with few query tokens; query, out [T, H * group, D].
+
+    The step's own keys and values are read from the recent pages, so store_and_seal comes first.
+    overlap: that launch is the one right before on this stream; start while it still runs.
+    """
+    s = plan.shape
+    torch.ops.s4kv_cuda.decode(
+        query, out, pages.sealed, pages.recent, pages.slot_channel, *plan.tables, *plan.buffers, plan.partial,
+        plan.arrivals, scale, s.group, s.head_parts, s.tile_warps, s.tiles, s.warps, s.stages, overlap,
+    )  # fmt: skip
+
+
+def dequant_context(plan: StepPlan, pages: Pages, start: Tensor, rows: Tensor, key: Tensor, value: Tensor) -> None:
+    """Part of each request's context, in full precision, as its queries see it.
+
+    Tokens start[i] (a multiple of 64) to start[i] + rows[i + 1] - rows[i], at most what was computed
+    before the step, go to key and value [tokens, H, D] from row rows[i] on. All int32, on the device.
+    """
+    torch.ops.s4kv_cuda.dequant_context(
+        pages.sealed, pages.recent, pages.slot_channel, *plan.tables, start, rows, key, value
+    )

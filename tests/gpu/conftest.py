@@ -1,0 +1,20 @@
+import os
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "needs_no_gpu" not in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs_no_gpu: runs without a GPU")
+    if torch.cuda.is_available():
+        from s4kv_ext import cuda_ops
+
+        cuda_ops.load(os.environ.get("S4KV_CUDA_LIBRARY"))
