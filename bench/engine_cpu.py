@@ -73,7 +73,8 @@ def main() -> None:
             )
     table: dict[str, Any] = {}
     print(
-        f"{'context x batch':16s} {'prefill tok/s':>24s} {'ratio':>6s} {'decode ms':>20s} {'ratio':>6s}"
+        f"{'context x batch':16s} {'prefill tok/s':>24s} {'ratio':>6s} "
+        f"{'decode ms':>20s} {'ratio':>6s}"
     )
     for cell in runs["auto"][0]:
         row: dict[str, Any] = {}
@@ -87,8 +88,8 @@ def main() -> None:
         table[cell] = row
         print(
             f"{cell:16s} {row['prefill_tok_s auto']:11.0f} {row['prefill_tok_s int4_kivi']:12.0f} "
-            f"{row['prefill_ratio']:6.2f} {row['decode_ms auto']:9.1f} {row['decode_ms int4_kivi']:10.1f} "
-            f"{row['decode_speedup']:6.2f}"
+            f"{row['prefill_ratio']:6.2f} {row['decode_ms auto']:9.1f} "
+            f"{row['decode_ms int4_kivi']:10.1f} {row['decode_speedup']:6.2f}"
         )
     write(args.out, {"what": __doc__, "model": args.model, "rounds": args.rounds, "cells": table})
 

@@ -62,16 +62,19 @@ def logits(
 
     runner.model.compute_logits = record
     tokenizer = llm.get_tokenizer()
-    result = []
-    for text in texts().values():
+    saved = np.lib.format.open_memmap(
+        out, mode="w+", dtype=np.float32,
+        shape=(len(texts()), tokens - 1, llm.model_config.get_vocab_size()),
+    )  # fmt: skip
+    for i, text in enumerate(texts().values()):
         rows.clear()
         ids = tokenizer(text)["input_ids"][:tokens]
         assert len(ids) == tokens, f"a text has only {len(ids)} tokens"
         once = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
         llm.generate([TokensPrompt(prompt_token_ids=ids)], once, use_tqdm=False)
-        result.append(torch.cat(rows)[: tokens - 1])
-    np.save(out, torch.stack(result).numpy())
-    return {"shape": list(torch.stack(result).shape)}
+        saved[i] = torch.cat(rows)[: tokens - 1].numpy()
+    saved.flush()
+    return {"shape": list(saved.shape)}
 
 
 def compare(reference: np.ndarray, other: np.ndarray) -> dict[str, float]:

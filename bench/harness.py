@@ -1,4 +1,4 @@
-"""What the benchmarks share: an engine in a process of its own, the texts, the machine, the JSON."""
+"""What the benchmarks share: an engine in a process of its own, texts, the machine, the JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ MARK = "RESULT "
 
 def machine() -> dict[str, Any]:
     """The machine and versions a figure was measured with."""
-    cpu = [x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = [x.split(":")[1].strip() for x in lines if x.startswith("model name")]
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu[0] if cpu else platform.processor(),

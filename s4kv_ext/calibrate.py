@@ -12,26 +12,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from s4kv_ext import channel_map, cpu_ops
+from s4kv_ext import channel_map
 from s4kv_ext.format import KV_CACHE_DTYPE
 from s4kv_ext.settings import plain_keys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from s4kv_ext.impl import Int4KiviImpl
+
 TOKENS = 2048
 SEED = 20260714
 
 
-def observe(impl: Any, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> Tensor:
-    """Attention without a cache: the first call of a layer chooses its map, later ones (memory
-    profiling) need no result."""
+def observe(impl: Int4KiviImpl, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+    """Attention without a cache: the first call of a layer chooses its map, later ones are
+    memory profiling."""
     if impl.slot_channel is not None:
-        return output.zero_()
-    weight = channel_map.importance(query, key)
-    impl.slot_channel = channel_map.allocate(weight).to(key.device)
-    cpu_ops.causal_attend(query, key, value, impl.scale, output)
-    return output
+        impl.profile(query, key, value, output)
+        return
+    impl.slot_channel = channel_map.allocate(channel_map.importance(query, key)).to(key.device)
+    impl.causal_attend(query, key, value, output)
 
 
 def calibrate(runner: Any) -> None:
@@ -42,10 +43,14 @@ def calibrate(runner: Any) -> None:
 
     config: VllmConfig = runner.vllm_config
     layers = config.compilation_config.static_forward_context.values()
-    impls = [x.impl for x in layers if isinstance(x, Attention) and x.kv_cache_dtype == KV_CACHE_DTYPE]
+    impls = [
+        x.impl for x in layers if isinstance(x, Attention) and x.kv_cache_dtype == KV_CACHE_DTYPE
+    ]
+    impls[0].prepare(impls, config, runner.device)
     if plain_keys(config):
         for impl in impls:
-            impl.slot_channel = channel_map.one_slot_each(impl.num_kv_heads, impl.head_size)
+            plain = channel_map.one_slot_each(impl.num_kv_heads, impl.head_size)
+            impl.slot_channel = plain.to(runner.device)
         return
     start = time.perf_counter()
     tokens = min(TOKENS, config.model_config.max_model_len)

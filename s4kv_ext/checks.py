@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from s4kv_ext import settings
 from s4kv_ext.format import BLOCK, DTYPES, HEAD_SIZES, KV_CACHE_DTYPE, RECENT
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 INSTEAD = "use --kv-cache-dtype auto"
+CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0))
+CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Unsupported(ValueError):
@@ -36,11 +40,9 @@ def check_config(config: VllmConfig) -> None:
 
 def _options(config: VllmConfig) -> Iterator[Unsupported]:
     from vllm import envs
-    from vllm.platforms import current_platform
 
     cache, parallel = config.cache_config, config.parallel_config
-    if not current_platform.is_cpu():
-        yield Unsupported(f"no kernels for {current_platform.device_name} yet, only for CPU")
+    yield from _platform(config)
     if cache.user_specified_block_size and cache.block_size != BLOCK:
         yield Unsupported(
             f"--block-size {cache.block_size} does not fit, a sealed block has {BLOCK} tokens",
@@ -93,6 +95,27 @@ def _options(config: VllmConfig) -> Iterator[Unsupported]:
             )
 
 
+def _platform(config: VllmConfig) -> Iterator[Unsupported]:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return
+    if not current_platform.is_cuda():
+        yield Unsupported(f"no kernels for {current_platform.device_name}, only for CPU and CUDA")
+        return
+    capability = current_platform.get_device_capability()
+    if capability is None or tuple(capability) not in CAPABILITIES:
+        yield Unsupported(
+            f"no kernels for {current_platform.get_device_name()} (compute capability "
+            f"{capability and capability.as_version_str()}), only for {_list(CAPABILITIES)}"
+        )
+    if config.model_config.dtype not in CUDA_DTYPES:
+        yield Unsupported(
+            f"model dtype {config.model_config.dtype} is not supported on GPUs",
+            "use --dtype bfloat16 or float16",
+        )
+
+
 def _model(config: VllmConfig) -> Iterator[Unsupported]:
     model = config.model_config
     text = model.hf_text_config
@@ -122,7 +145,9 @@ def _model(config: VllmConfig) -> Iterator[Unsupported]:
     if name := has("attn_logit_softcapping"):
         yield Unsupported(f"logit soft-capping is not supported ({name})")
     if model.hf_config.model_type in ("gpt_oss", "mimo_v2_flash", "laguna"):
-        yield Unsupported(f"learned attention sinks ({model.hf_config.model_type}) are not supported")
+        yield Unsupported(
+            f"learned attention sinks ({model.hf_config.model_type}) are not supported"
+        )
     if name := has("alibi", "use_alibi"):
         yield Unsupported(f"ALiBi is not supported ({name})")
     if model.hf_config.model_type in ("bloom", "mpt", "step1"):

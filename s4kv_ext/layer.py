@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from s4kv_ext.backend import RECENT_SUFFIX, RecentBackend
+from s4kv_ext.backend import RecentBackend
+from s4kv_ext.impl import RECENT_SUFFIX
 from s4kv_ext.specs import SealedSpec, recent_spec, sealed_spec
 
 if TYPE_CHECKING:

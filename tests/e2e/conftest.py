@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import requests
+
 from s4kv_ext import models
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +106,9 @@ class Server:
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
         lines = requests.get(f"{self.url}/metrics", timeout=10).text.splitlines()
-        values = [float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith((name + "{", name + " "))]
+        values = [
+            float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith((name + "{", name + " "))
+        ]
         assert values, f"no metric {name}"
         return sum(values)
 

@@ -44,7 +44,9 @@ class TestOne:
         yield
         assert pool(llm).get_num_free_blocks() == pool(llm).num_gpu_blocks - 1
 
-    @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 79, 80, 127, 128, 129, 144, 1000])
+    @pytest.mark.parametrize(
+        "length", [1, 15, 16, 17, 63, 64, 65, 79, 80, 127, 128, 129, 144, 1000]
+    )
     def test_lengths(self, llm, length):
         out = generate(llm, [text_tokens(llm, length)])
         assert len(out[0].outputs[0].token_ids) == 48
@@ -87,12 +89,18 @@ class TestOne:
             assert sum(a == b for a, b in zip(got, first, strict=True)) >= 40
 
     def test_length_limit(self, llm):
-        out = generate(llm, [text_tokens(llm, 2000)], SamplingParams(max_tokens=500, ignore_eos=True))
-        assert len(out[0].outputs[0].token_ids) == 48 and out[0].outputs[0].finish_reason == "length"
+        out = generate(
+            llm, [text_tokens(llm, 2000)], SamplingParams(max_tokens=500, ignore_eos=True)
+        )
+        assert (
+            len(out[0].outputs[0].token_ids) == 48 and out[0].outputs[0].finish_reason == "length"
+        )
 
     def test_no_repeated_token(self, llm):
         """Broken attention shows as one token for ever, and raises nothing."""
-        ids = tokens(generate(llm, [text_tokens(llm, 1500)], SamplingParams(temperature=0, max_tokens=200)))
+        ids = tokens(
+            generate(llm, [text_tokens(llm, 1500)], SamplingParams(temperature=0, max_tokens=200))
+        )
         most = max(ids[0].count(t) for t in set(ids[0]))
         assert most < 0.5 * len(ids[0]), f"one token makes {most} of {len(ids[0])}"
 

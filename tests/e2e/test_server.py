@@ -128,9 +128,7 @@ def test_many_at_once(client, server):
 
     def ask(i: int) -> str:
         prompt = f"{i}. " + STORY[: 60 * (i + 1) * 5]
-        c = client.completions.create(
-            model="smollm2", prompt=prompt, max_tokens=40, temperature=0
-        )
+        c = client.completions.create(model="smollm2", prompt=prompt, max_tokens=40, temperature=0)
         return c.choices[0].finish_reason
 
     with ThreadPoolExecutor(12) as pool:

@@ -101,7 +101,9 @@ def create(path: str, **options):
     from vllm.engine.arg_utils import EngineArgs
 
     options = {"dtype": "float32", "kv_cache_dtype": "int4_kivi"} | options
-    return EngineArgs(path, skip_tokenizer_init=True, load_format="dummy", **options).create_engine_config()
+    return EngineArgs(
+        path, skip_tokenizer_init=True, load_format="dummy", **options
+    ).create_engine_config()
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3, MISTRAL], ids=lambda c: c["model_type"])
@@ -156,7 +158,13 @@ def test_model_refused(tmp_path, config, words):
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 64, "prompt_lookup_max": 4}},
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 64,
+                    "prompt_lookup_max": 4,
+                }
+            },
             "num_speculative_tokens 64",
         ),
         ({"additional_config": {"int4_kivi": {"keys": "rotated"}}}, "keys='rotated'"),
@@ -187,7 +195,14 @@ def test_others_are_not_checked(tmp_path):
 def test_command_line_ends_in_one_line(tmp_path):
     """`vllm serve` says it in one line and exits with 1; nothing is left running."""
     path = model(tmp_path, LLAMA | {"head_dim": 80})
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", path, "--skip-tokenizer-init"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        path,
+        "--skip-tokenizer-init",
+    ]
     run = subprocess.run(
         [*command, "--kv-cache-dtype", "int4_kivi", "--load-format", "dummy"],
         capture_output=True,
