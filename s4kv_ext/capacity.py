@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from s4kv_ext.format import BLOCK
@@ -16,7 +17,7 @@ REPORTED_CONTEXT = 4096
 
 def density(sealed: SealedSpec, recent: RecentSpec, num_tokens: int) -> float:
     """How many times less memory a sequence takes than in the model's dtype, at its peak."""
-    pages = decode_peak_pages(num_tokens, recent.block_size)
+    pages = decode_peak_pages(num_tokens, recent.block_size, recent.speculative_tokens)
     plain = num_tokens * 2 * recent.num_kv_heads * recent.head_size * recent.dtype.itemsize
     return plain / (pages * sealed.page_size_bytes)
 
@@ -25,7 +26,8 @@ def check_and_report(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     """Called once the number of pages is known.
 
     Raises ValueError if a prompt of max_model_len tokens could not be computed: the check that
-    vLLM makes counts a request as it decodes, and a chunk of a prompt holds a few pages more.
+    vLLM makes counts a request as it decodes, and a chunk of a prompt holds a few pages more. If
+    vLLM chose the length (--max-model-len auto), it is reduced instead.
     """
     from vllm.logger import init_logger
 
@@ -35,13 +37,16 @@ def check_and_report(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     sealed, recent = specs[SealedSpec].kv_cache_spec, specs[RecentSpec].kv_cache_spec
     assert isinstance(sealed, SealedSpec) and isinstance(recent, RecentSpec)
     pool = kv_cache_config.num_blocks - 1  # page 0 is the null page
-    max_len = vllm_config.model_config.max_model_len
+    model = vllm_config.model_config
+    max_len = model.max_model_len
 
     def need(tokens: int) -> int:
-        return prefill_peak_pages(tokens, recent.block_size)
+        return prefill_peak_pages(tokens, recent.block_size, recent.speculative_tokens)
 
-    if need(max_len) > pool:
-        fits = next((n for n in range(max_len, 0, -1) if need(n) <= pool), 0)
+    fits = bisect_right(range(1, max_len + 1), pool, key=need)
+    if fits and model.original_max_model_len == -1:
+        max_len = model.max_model_len = fits
+    if fits < max_len:
         remedy = f"set --max-model-len {fits} or less, or " if fits else ""
         raise ValueError(
             f"--kv-cache-dtype int4_kivi: a prompt of {max_len} tokens takes up to {need(max_len)} "
@@ -57,7 +62,7 @@ def check_and_report(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
         layers * sealed.page_size_bytes / BLOCK,
         pool,
         context,
-        decode_peak_pages(context, recent.block_size),
+        decode_peak_pages(context, recent.block_size, recent.speculative_tokens),
         density(sealed, recent, context),
         str(recent.dtype).removeprefix("torch."),
     )

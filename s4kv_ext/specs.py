@@ -35,38 +35,35 @@ def sealed_pages(num_tokens: int) -> int:
     return sealed_tokens(num_tokens) // BLOCK
 
 
-def recent_pages(num_tokens: int, page_tokens: int) -> int:
-    """Recent pages of the tokens after the last sealed block, sinks not counted."""
-    return _ceil_div(num_tokens - sealed_tokens(num_tokens), page_tokens)
+def sink_pages(num_computed: int, page_tokens: int) -> int:
+    """Pages kept for the sinks alone, once block 0 is sealed."""
+    return SINKS // page_tokens if sealed_tokens(num_computed) else 0
 
 
-def decode_peak_pages(max_len: int, page_tokens: int) -> int:
+def decode_peak_pages(max_len: int, page_tokens: int, drafts: int = 0) -> int:
     """Most pages, of both groups, that a sequence holds while it decodes up to ``max_len`` tokens.
 
-    In the step that seals a block, its recent pages are still there.
+    In the step that seals a block, its recent pages are still there; ``drafts`` may be rejected, so
+    their pages and those of the block before them stay longer.
     """
 
     def pages(t: int) -> int:
-        window = _ceil_div(t - sealed_tokens(t - 1), page_tokens)
-        return sealed_pages(t) + window + sink_pages(t - 1, page_tokens)
+        start = t - 1 - 2 * drafts
+        window = _ceil_div(t - sealed_tokens(start), page_tokens)
+        return sealed_pages(t) + window + sink_pages(start, page_tokens)
 
     return max(pages(t) for t in range(max(1, max_len - 2 * BLOCK), max_len + 1))
 
 
-def prefill_peak_pages(max_len: int, page_tokens: int) -> int:
+def prefill_peak_pages(max_len: int, page_tokens: int, drafts: int = 0) -> int:
     """Most pages a sequence can hold in any step up to ``max_len``: a chunk that starts and ends
     anywhere holds the windows of both its ends."""
     end = max(
-        sealed_pages(t) + recent_pages(t, page_tokens)
+        sealed_pages(t) + _ceil_div(t - sealed_tokens(t), page_tokens)
         for t in range(max(1, max_len - 2 * BLOCK), max_len + 1)
     )
-    start = recent_pages(min(RECENT + BLOCK - 1, max_len), page_tokens)
-    return min(end + start, _ceil_div(max_len, page_tokens) + end) + SINKS // page_tokens
-
-
-def sink_pages(num_computed: int, page_tokens: int) -> int:
-    """Pages kept for the sinks alone, once block 0 is sealed."""
-    return SINKS // page_tokens if sealed_tokens(num_computed) else 0
+    start = _ceil_div(min(RECENT + BLOCK - 1 + drafts, max_len), page_tokens)
+    return end + start + SINKS // page_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,17 +98,22 @@ class RecentSpec(SlidingWindowSpec):
     def sink_pages(self) -> int:
         return SINKS // self.block_size
 
-    def max_admission_blocks_per_request(self, max_num_batched_tokens: int, max_model_len: int) -> int:
-        return prefill_peak_pages(max_model_len, self.block_size) - sealed_pages(max_model_len)
+    def max_admission_blocks_per_request(
+        self, max_num_batched_tokens: int, max_model_len: int
+    ) -> int:
+        pages = prefill_peak_pages(max_model_len, self.block_size, self.speculative_tokens)
+        return pages - sealed_pages(max_model_len)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         max_len = vllm_config.model_config.max_model_len
-        pages = decode_peak_pages(max_len, self.block_size) - sealed_pages(max_len)
-        return pages * self.page_size_bytes
+        pages = decode_peak_pages(max_len, self.block_size, self.speculative_tokens)
+        return (pages - sealed_pages(max_len)) * self.page_size_bytes
 
 
 def sealed_spec(num_kv_heads: int, head_dim: int) -> SealedSpec:
-    return SealedSpec(block_size=BLOCK, num_kv_heads=num_kv_heads, head_size=head_dim, dtype=torch.uint8)
+    return SealedSpec(
+        block_size=BLOCK, num_kv_heads=num_kv_heads, head_size=head_dim, dtype=torch.uint8
+    )
 
 
 def recent_spec(
