@@ -1,0 +1,116 @@
+"""Random schedules through the real scheduler, and proof that they would see a mistake."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import schedules
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schedules import failure, play, random_schedule, shrink
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+
+from s4kv_ext.format import BLOCK, sealed_tokens
+from s4kv_ext.managers import RecentManager, SealedManager
+
+
+@pytest.mark.parametrize("first", range(0, 200, 25))
+def test_fixed_seeds(first):
+    """The schedules that `python tests/schedules.py` begins with."""
+    for seed in range(first, first + 25):
+        play(random_schedule(Random(seed)))
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+@given(st.randoms(use_true_random=False))
+def test_hypothesis_finds_nothing(rng):
+    """The same generator, steered by hypothesis, which also shortens what fails."""
+    play(random_schedule(rng))
+
+
+def too_early(self, num_computed_tokens):
+    return sealed_tokens(num_computed_tokens) + BLOCK
+
+
+def no_margin(self, num_computed_tokens):
+    return sealed_tokens(num_computed_tokens)
+
+
+def keep_count(self, request_id):
+    return SlidingWindowManager.pop_blocks_for_free(self, request_id)
+
+
+def no_hit(computed, row, page_tokens):
+    return sealed_tokens(computed)
+
+
+def one_after_another(self, requests):
+    for request in requests:
+        for part in (self._store, self._seal, self._attend):
+            part(*request)
+
+
+def own_length(cls, block_hashes, max_length, *args, **kwargs):
+    find = FullAttentionManager.find_longest_cache_hit.__func__
+    return find(cls, block_hashes, max(max_length - 2 * BLOCK, 0), *args, **kwargs)
+
+
+def no_sinks(self, request, num_tokens, retention_interval=None):
+    pass
+
+
+SKIP, FIND = "get_num_skipped_tokens", "find_longest_cache_hit"
+READ: dict[str, Any] = {
+    "recent pages given back a block early": patch.object(RecentManager, SKIP, too_early),
+    "no margin for drafts": patch.object(RecentManager, SKIP, no_margin),
+    "a hit that the worker forgets": patch.object(schedules, "sealed_before", no_hit),
+    "attending before others sealed": patch.object(schedules.Worker, "run", one_after_another),
+}
+OWNED: dict[str, Any] = {
+    "null gaps end the giving back": patch.object(
+        RecentManager, "remove_skipped_blocks", SlidingWindowManager.remove_skipped_blocks
+    ),
+    "a count that outlives its request": patch.object(
+        RecentManager, "pop_blocks_for_free", keep_count
+    ),
+    "hits cut short": patch.object(SealedManager, FIND, classmethod(own_length)),
+    "sinks that are never cached": patch.object(RecentManager, "cache_blocks", no_sinks),
+}
+
+
+def first_failure() -> str:
+    return next(filter(None, (failure(random_schedule(Random(seed))) for seed in range(200))), "")
+
+
+@pytest.mark.parametrize("mistake", READ)
+def test_a_wrong_page_is_seen_when_it_is_read(mistake):
+    """Also by a worker that knows nothing of who owns a page."""
+    with READ[mistake], patch.object(schedules.Engine, "_check_pages"):
+        assert re.search("reads|seals", first_failure())
+
+
+@pytest.mark.parametrize("mistake", OWNED)
+def test_a_wrong_owner_is_seen(mistake):
+    with OWNED[mistake]:
+        assert re.search("recent pages|are there|idle", first_failure())
+
+
+def test_shrinking_keeps_the_failure():
+    with patch.object(schedules, "sealed_before", no_hit):
+        schedule = next(
+            s for s in (random_schedule(Random(seed)) for seed in range(50)) if failure(s)
+        )
+        small = shrink(schedule)
+        assert failure(small)
+        assert len(small.ops) <= len(schedule.ops)
+    assert not failure(small)
