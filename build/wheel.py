@@ -27,6 +27,7 @@ from fetch import fetch
 
 EXT = ROOT / "s4kv_ext"
 LICENSES = ("LICENSE", "NOTICE")
+RECIPE = ("archive.py", "metadata.py", "native.py", "wheel.py")
 
 
 def tracked() -> dict[str, Path]:
@@ -61,7 +62,7 @@ def inputs(variant: str) -> str:
     h = sha256(f"{variant} {native.sources_digest(variant)}".encode())
     files = extension() | {n: SRC / n for n in patched()}
     files |= {n: ROOT / n for n in ("README.md", "vllm/pin.toml", *LICENSES)}
-    files |= {str(p.relative_to(ROOT)): p for p in (ROOT / "build").glob("*.py")}
+    files |= {n: ROOT / "build" / n for n in RECIPE}
     for name in sorted(files):
         data = files[name].read_bytes() if files[name].is_file() else b"absent"
         h.update(f"{name} {len(data)} ".encode() + data)
