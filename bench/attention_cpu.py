@@ -1,16 +1,18 @@
 """Attention of one layer, int4_kivi beside vLLM's own CPU attention, in one run.
 
-    python bench/attention_cpu.py [--dtype float32] [--heads 9 --kv-heads 3 --head-dim 64] [--json FILE]
+    python bench/attention_cpu.py [--dtype float32] [--heads 9 --kv-heads 3 --head-dim 64]
 
-Decode: one token for each of `batch` requests at `context` - 32 tokens (halfway between two seals). Prefill: `batch` prompts of
-`context` tokens in chunks of --chunk tokens in all. Every layer has a cache of its own and they take
-turns, so that the caches come from memory as they do in the engine. Both sides include storing
-the new keys and values. Needs a vLLM for CPU of the pinned version.
+Decode: one token for each of `batch` requests at `context` - 32 tokens (halfway between two
+seals). Every layer has a cache of its own and they take turns, so that the caches come from memory
+as they do in the engine. Prefill: `batch` prompts of `context` tokens in chunks of --chunk tokens
+in all. Both sides include storing the new keys and values. Needs a vLLM for CPU of the pinned
+version.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -96,10 +98,18 @@ class Vllm:
     def step(self, start: Tensor, lens: Tensor):
         s = self.s
         meta = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(lens), num_heads=s.heads, num_kv_heads=s.kv_heads, head_dim=s.dim, seq_lens=lens,
-            dtype=s.dtype, query_start_loc=start, causal=True, sliding_window_size=-1, isa=self.isa,
+            num_reqs=len(lens),
+            num_heads=s.heads,
+            num_kv_heads=s.kv_heads,
+            head_dim=s.dim,
+            seq_lens=lens,
+            dtype=s.dtype,
+            query_start_loc=start,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self.isa,
             enable_kv_split=True,
-        )  # fmt: skip
+        )
         slots = []
         for i, t in enumerate(lens.tolist()):
             p = torch.arange(t - int(start[i + 1] - start[i]), t)
@@ -111,10 +121,21 @@ class Vllm:
         key_cache, value_cache = self.raw[layer].chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(k, v, key_cache, value_cache, slots, self.isa)
         ops.cpu_attention_with_kv_cache(
-            query=q, key_cache=key_cache, value_cache=value_cache, output=out, query_start_loc=start, seq_lens=lens,
-            scale=self.s.scale, causal=True, alibi_slopes=None, sliding_window=-1, block_table=self.table, softcap=0.0,
-            scheduler_metadata=meta, s_aux=None,
-        )  # fmt: skip
+            query=q,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            output=out,
+            query_start_loc=start,
+            seq_lens=lens,
+            scale=self.s.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=self.table,
+            softcap=0.0,
+            scheduler_metadata=meta,
+            s_aux=None,
+        )
 
 
 def fill(cache: Kivi | Vllm) -> None:
@@ -191,41 +212,45 @@ def main() -> None:
     parser.add_argument("--library", type=Path, default=cpu_ops.LIBRARY)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    kinds = [args.only] if args.only else ["decode", "prefill"]
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
     cpu_ops.load(args.library)
-    print(
-        f"{args.dtype}, {args.heads}/{args.kv_heads} heads of {args.head_dim}, {args.threads} threads, {cpu_ops.isa()}"
-    )
+    heads = f"{args.heads}/{args.kv_heads} heads of {args.head_dim}"
+    print(f"{args.dtype}, {heads}, {args.threads} threads, {cpu_ops.isa()}")
     rows = []
-    for kind in ("decode", "prefill"):
-        if args.only not in (None, kind):
-            continue
-        for batch in args.batches:
-            for context in args.contexts:
-                s = Shape(args, batch, context)
-                if kind == "prefill":
-                    s.layers = 1
-                caches = [Kivi(s), Vllm(s)]
-                if kind == "decode":
-                    for cache in caches:
-                        fill(cache)
-                runs = [decode(c) if kind == "decode" else prefill(c, args.chunk) for c in caches]
-                ours, theirs = (t / s.layers for t in measure(runs, args.seconds))
-                row = {"kind": kind, "dtype": args.dtype, "batch": batch, "context": context,
-                       "int4_kivi_us": ours * 1e6, "vllm_us": theirs * 1e6, "speedup": theirs / ours}  # fmt: skip
-                sealed = (
-                    sealed_tokens(context) // BLOCK * head_page_bytes(s.dim) * s.kv_heads * batch
-                )
-                note = (
-                    f"{sealed / ours / 1e9:6.1f} GB/s of sealed pages" if kind == "decode" else ""
-                )
-                if kind == "prefill":
-                    flop = 4 * batch * s.heads * s.dim * context * context / 2
-                    note = f"{flop / ours / 1e9:6.0f} against {flop / theirs / 1e9:.0f} GFLOP/s"
-                print(f"{kind:8} batch {batch} context {context:5}: int4_kivi {ours * 1e6:9.1f} us, "
-                      f"vLLM {theirs * 1e6:9.1f} us, {theirs / ours:5.2f} x, {note}", flush=True)  # fmt: skip
-                rows.append(row)
+    for kind, batch, context in itertools.product(kinds, args.batches, args.contexts):
+        s = Shape(args, batch, context)
+        if kind == "prefill":
+            s.layers = 1
+        caches = [Kivi(s), Vllm(s)]
+        if kind == "decode":
+            for cache in caches:
+                fill(cache)
+        runs = [decode(c) if kind == "decode" else prefill(c, args.chunk) for c in caches]
+        ours, theirs = (t / s.layers * 1e6 for t in measure(runs, args.seconds))
+        if kind == "decode":
+            blocks = sealed_tokens(context) // BLOCK * batch
+            gigabytes = blocks * head_page_bytes(s.dim) * s.kv_heads / 1e9
+            note = f"{gigabytes / ours * 1e6:.1f} GB/s of sealed pages"
+        else:
+            gflop = 2 * batch * s.heads * s.dim * context * context / 1e9
+            note = f"{gflop / ours * 1e6:.0f} against {gflop / theirs * 1e6:.0f} GFLOP/s"
+        print(
+            f"{kind:8} batch {batch} context {context:5}: int4_kivi {ours:9.1f} us, "
+            f"vLLM {theirs:9.1f} us, {theirs / ours:5.2f} x, {note}",
+            flush=True,
+        )
+        rows.append(
+            {
+                "kind": kind,
+                "dtype": args.dtype,
+                "batch": batch,
+                "context": context,
+                "int4_kivi_us": ours,
+                "vllm_us": theirs,
+            }
+        )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

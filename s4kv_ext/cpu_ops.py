@@ -15,13 +15,21 @@ LIBRARY = Path(__file__).with_name("libs4kv_cpu.so")
 def load(library: Path = LIBRARY) -> None:
     """Load the operators; again does nothing."""
     if not library.is_file():
-        raise RuntimeError(f"{library} is missing: the installation is damaged, install the wheel again")
+        raise RuntimeError(
+            f"{library} is missing: the installation is damaged, install the wheel again"
+        )
     torch.ops.load_library(library)
 
 
 def isa() -> str:
-    """Instruction set the kernels run with: baseline, avx2 or avx512."""
+    """Instruction set the kernels run with: baseline, avx2 or avx512, the best there is unless
+    S4KV_CPU_ISA names a lesser one."""
     return torch.ops.s4kv_cpu.isa()
+
+
+def use_isa(name: str) -> None:
+    """Run with this instruction set from now on; for tests."""
+    torch.ops.s4kv_cpu.use_isa(name)
 
 
 def store_and_seal(
@@ -52,7 +60,7 @@ def attend(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Part 3 of a step, into out [T, heads, D] of query's dtype; rows past the last request stay."""
+    """Part 3 of a step, into out [T, heads, D], query's dtype. Rows past the last request stay."""
     torch.ops.s4kv_cpu.attend(
         query,
         key,

@@ -1,6 +1,7 @@
 // Attention of a few query rows (decode). The work is reading the codes, so each byte is unpacked
 // once for all rows and multiplied as it is: key scales go into the queries, value scales into the
-// probabilities, offsets become one dot product a page.
+// probabilities, offsets become one dot product a page. Codes count from the middle, 7.5: sums of
+// codes and of offsets are then both about as large as the result, and no digits cancel.
 #pragma once
 #include "rows.h"
 
@@ -22,8 +23,10 @@ struct Few {
   float rescale[R];
 };
 
-// out[r][j] += sum over i of coef[r][i] * low nibble of codes[i][j], and out[r][half + j] with the
-// high ones, for j in [0, half).
+constexpr float kMiddle = 7.5f;
+
+// out[r][j] += sum over i of coef[r][i] * (low nibble of codes[i][j] - 7.5), and out[r][half + j]
+// with the high ones, for j in [0, half).
 template <int R, int half>
 void times_codes(const uint8_t* codes, int n, const float* coef, int ld_coef, float* out, int ld_out) {
   constexpr int registers = W == 16 ? 24 : 12;
@@ -41,7 +44,7 @@ void times_codes(const uint8_t* codes, int n, const float* coef, int ld_coef, fl
 #pragma GCC unroll 2
       for (int k = 0; k < N; ++k) {
         Vec a, b;
-        nibbles(codes + i * half + j + k * W, a, b);
+        nibbles<15>(codes + i * half + j + k * W, a, b);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
           low[r][k] += coef[r * ld_coef + i] * a;
@@ -84,12 +87,13 @@ template <int D, int R>
 void attend_page(Few<D, R>& f, const SealedPage<D>& page, int first) {
   constexpr int S = key_slots(D);
   alignas(64) float coef[R][S];
-  for (int i = 0; i < S; i += W) {
-    const Vec scale = load(page.key_scales() + i);
-    for (int r = 0; r < R; ++r) store(coef[r] + i, load(f.q_slot[r] + i) * scale);
-  }
   for (int r = 0; r < R; ++r) {
     Vec offset{};
+    for (int i = 0; i < S; i += W) {
+      const Vec x = load(f.q_slot[r] + i) * load(page.key_scales() + i);
+      store(coef[r] + i, x);
+      offset += x * kMiddle;
+    }
     for (int c = 0; c < D; c += W) offset += load(f.q[r] + c) * load(page.key_offsets() + c);
     const Vec start = splat(sum(offset));
     for (int t = 0; t < kBlock; t += W) store(f.s[r] + t, start);
@@ -106,7 +110,7 @@ void attend_page(Few<D, R>& f, const SealedPage<D>& page, int first) {
   for (int r = 0; r < R; ++r)
     for (int t = 0; t < kBlock; t += W) {
       const Vec p = load(f.s[r] + t);
-      f.offset[r] += p * load(offset + t);
+      f.offset[r] += p * (load(offset + t) + load(scale + t) * kMiddle);
       store(f.s[r] + t, p * load(scale + t));
     }
   times_codes<R, D / 2>(page.value_codes(), kBlock, f.s[0], kBlock, f.acc[0], D);

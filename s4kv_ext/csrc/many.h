@@ -125,7 +125,7 @@ void dequantize(const SealedPage<D>& page, const int16_t* slot_channel, float* k
     float* row = key + slot_channel[i] * kBlock;
     for (int j = 0; j < kBlock / 2; j += W) {
       Vec a, b;
-      nibbles(codes + j, a, b);
+      nibbles<0>(codes + j, a, b);
       store(row + j, load(row + j) + scale[i] * a);
       store(row + kBlock / 2 + j, load(row + kBlock / 2 + j) + scale[i] * b);
     }
@@ -136,7 +136,7 @@ void dequantize(const SealedPage<D>& page, const int16_t* slot_channel, float* k
     float* row = value + t * D;
     for (int j = 0; j < D / 2; j += W) {
       Vec a, b;
-      nibbles(codes + j, a, b);
+      nibbles<0>(codes + j, a, b);
       store(row + j, splat(offset[t]) + scale[t] * a);
       store(row + D / 2 + j, splat(offset[t]) + scale[t] * b);
     }

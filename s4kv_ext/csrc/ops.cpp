@@ -163,6 +163,7 @@ void causal_attend(const Tensor& query, const Tensor& key, const Tensor& value, 
 }
 
 std::string isa() { return kernels().name; }
+void set_isa(std::string name) { use_isa(name.c_str()); }
 
 // (offset, bytes) of each section in the order of format.py, for a test.
 std::vector<int64_t> sections(int64_t dim) {
@@ -186,6 +187,7 @@ TORCH_LIBRARY(s4kv_cpu, m) {
       "Tensor(a!) out) -> ()");
   m.def("causal_attend(Tensor query, Tensor key, Tensor value, float scale, Tensor(a!) out) -> ()");
   m.def("isa() -> str", isa);
+  m.def("use_isa(str name) -> ()", set_isa);
   m.def("sections(int head_dim) -> int[]", sections);
 }
 

@@ -31,6 +31,7 @@ struct Plan {
 };
 
 const Kernels& kernels();
+void use_isa(const char* name);  // for tests
 void run_store_and_seal(const StepArgs&, const Plan&);
 void run_attend(const AttendArgs&, const Plan&);
 

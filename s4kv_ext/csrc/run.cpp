@@ -10,24 +10,30 @@
 namespace s4kv {
 namespace {
 
-Kernels choose() {
-  constexpr Kernels all[] = {
-      {"baseline", baseline::seal, baseline::attend, baseline::merge},
-      {"avx2", avx2::seal, avx2::attend, avx2::merge},
-      {"avx512", avx512::seal, avx512::attend, avx512::merge},
-  };
-  int best = 0;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) best = 1;
-  if (best == 1 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    best = 2;
-  if (const char* wanted = getenv("S4KV_CPU_ISA")) {  // for tests
-    int i = 0;
-    while (i <= best && strcmp(all[i].name, wanted)) ++i;
-    TORCH_CHECK(i <= best, "S4KV_CPU_ISA=", wanted, ": this processor has baseline up to ", all[best].name);
-    best = i;
-  }
-  return all[best];
+constexpr Kernels kAll[] = {
+    {"baseline", baseline::seal, baseline::attend, baseline::merge},
+    {"avx2", avx2::seal, avx2::attend, avx2::merge},
+    {"avx512", avx512::seal, avx512::attend, avx512::merge},
+};
+
+int best() {
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return 0;
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+             ? 2
+             : 1;
+}
+
+const Kernels* find(const char* name) {
+  int i = best();
+  while (strcmp(kAll[i].name, name)) TORCH_CHECK(i-- > 0, "this processor has baseline to ", kAll[best()].name, ", not ", name);
+  return &kAll[i];
+}
+
+// S4KV_CPU_ISA asks for less than the best: a machine can then be held to what another one has.
+const Kernels*& chosen() {
+  static const Kernels* kernels = getenv("S4KV_CPU_ISA") ? find(getenv("S4KV_CPU_ISA")) : &kAll[best()];
+  return kernels;
 }
 
 // Copies the new tokens [p, end) of a request into its recent pages.
@@ -46,10 +52,9 @@ void store(const StepArgs& a, const Request& r, int64_t p, int64_t end) {
 
 }  // namespace
 
-const Kernels& kernels() {
-  static const Kernels chosen = choose();
-  return chosen;
-}
+const Kernels& kernels() { return *chosen(); }
+
+void use_isa(const char* name) { chosen() = find(name); }
 
 void run_store_and_seal(const StepArgs& a, const Plan& plan) {
   // A few tokens a request, some hundred at most: not worth waking the other threads.

@@ -51,22 +51,25 @@ inline Vec load(const bf16* p) {
 #endif
 }
 
-// W bytes: their low nibbles and their high nibbles.
+// W bytes: their low nibbles and their high nibbles, minus `zero`.
+template <int two_zero>
 inline void nibbles(const uint8_t* p, Vec& low, Vec& high) {
+  constexpr float zero = two_zero * 0.5f;
 #if defined(__AVX512F__)
-  // A permutation of 0..15 looks at the low four bits alone: it masks and converts at once.
-  const __m512 to_float = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  // A permutation looks at the low four bits of an index alone: it masks and converts at once.
+  const __m512 to_float = _mm512_sub_ps(
+      _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_ps(zero));
   const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
   low = (Vec)_mm512_permutexvar_ps(b, to_float);
   high = (Vec)_mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), to_float);
 #elif defined(__AVX2__)
   const __m256i b = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
-  low = (Vec)_mm256_cvtepi32_ps(_mm256_and_si256(b, _mm256_set1_epi32(15)));
-  high = (Vec)_mm256_cvtepi32_ps(_mm256_srli_epi32(b, 4));
+  low = (Vec)_mm256_cvtepi32_ps(_mm256_and_si256(b, _mm256_set1_epi32(15))) - zero;
+  high = (Vec)_mm256_cvtepi32_ps(_mm256_srli_epi32(b, 4)) - zero;
 #else
   for (int i = 0; i < W; ++i) {
-    low[i] = float(p[i] & 15);
-    high[i] = float(p[i] >> 4);
+    low[i] = float(p[i] & 15) - zero;
+    high[i] = float(p[i] >> 4) - zero;
   }
 #endif
 }

@@ -34,6 +34,30 @@ __host__ __device__ inline int decode_shared(int page_bytes, int warps, int tile
   return lanes * stages * (page_bytes + 8) + warps * tiles * 64 + lanes * 4 + 16;
 }
 
+// Which shares a row of pages [start, start + count) is spread over.
+struct Row {
+  int first_share, last_share;
+  bool first_is_second;  // the first share has the end of another row before it
+  DEV bool whole() const { return first_share == last_share; }
+  // A share has at most two rows in common with others: the one it starts in, and the one it ends in.
+  DEV int second(int share) const { return share == first_share && first_is_second; }
+};
+// The last share that starts at or before `page`; share k starts at total * k / shares.
+DEV int share_of(long page, int total, int shares) {
+  const unsigned long x = (unsigned long)(page + 1) * shares - 1;
+  return x >> 32 ? (int)(x / (unsigned)total) : (int)((uint32_t)x / (uint32_t)total);
+}
+DEV int share_start(int share, int total, int shares) {
+  const unsigned long x = (unsigned long)total * share;
+  return x >> 32 ? (int)(x / (unsigned)shares) : (int)((uint32_t)x / (uint32_t)shares);
+}
+DEV Row split_row(long low, int start, int count, int total, int shares) {
+  Row r;
+  r.first_share = share_of(low + start, total, shares), r.last_share = share_of(low + start + count - 1, total, shares);
+  r.first_is_second = share_start(r.first_share, total, shares) < low + start;
+  return r;
+}
+
 template <int D, bool BF16, int NT>
 __global__ void __launch_bounds__(decode_max_warps(NT) * 32, 1) decode_kernel(const __grid_constant__ DecodeParams P) {
   using L = Layout<D>;
@@ -59,6 +83,7 @@ __global__ void __launch_bounds__(decode_max_warps(NT) * 32, 1) decode_kernel(co
   const int total = P.header->pages, shares = P.header->shares;
   const int n = head.w;  // pages of this block; all positions below count from its first
   if (n == 0) return;
+  const int low = share_start(blockIdx.x, total, shares);
 
   // The copying side runs `stages` pages ahead of the computing side.
   int p_at = page_lane / head_parts, p_request = head.x, p_group = head.y, p_start = -head.z, p_id = 0;
@@ -226,7 +251,8 @@ __global__ void __launch_bounds__(decode_max_warps(NT) * 32, 1) decode_kernel(co
       }
     }
 
-    // Sum over the block's lanes. First the common reference of each query row ...
+    // Sum over the block's lanes: the common reference of each query row, then the value sums, two
+    // tiles of a lane at a time through the page buffer that the lane read last.
     if (lane == 0 && tile == 0) s_held[page_lane] = held;
     if (lane < 4)
 #pragma unroll
@@ -236,6 +262,7 @@ __global__ void __launch_bounds__(decode_max_warps(NT) * 32, 1) decode_kernel(co
 #pragma unroll
     for (int n_ = 0; n_ < NT; n_++) {
       float2 top = make_float2(NEVER, NEVER);
+#pragma unroll 4
       for (int k = 0; k < step; k++) {
         const float2 v = *reinterpret_cast<const float2*>(
             s_top + (((k * head_parts + part) * tile_warps + tile) * NT + n_) * 8 + 2 * t);
@@ -252,32 +279,17 @@ __global__ void __launch_bounds__(decode_max_warps(NT) * 32, 1) decode_kernel(co
         for (int i = 0; i < D / 16; i++) st.o[n_][i][c] *= f, st.o[n_][i][c + 2] *= f;
       }
     }
-    // ... then the value sums, two tiles of a lane at a time through the stage it read last.
-    const long low = (long)total * blockIdx.x / shares, row_start = low + start, row_end = row_start + count;
-    const int first_share = (int)(((row_start + 1) * shares - 1) / total), last_share = (int)((row_end * shares - 1) / total);
-    const bool whole = first_share == last_share;
+    const Row row_at = split_row(low, start, count, total, shares);
     const long stride = partial_floats(D, head_parts, tiles);
-    // A share has at most two rows in common with others: the one it starts in, and the one it ends in.
-    auto partial = [&](int k) {
-      const bool second = k == first_share && (long)total * k / shares < row_start;
-      return P.q.partial + (2 * k + second) * stride;
-    };
-    float* mine = partial(blockIdx.x);
+    const int row8 = tid & 7, channel0 = tid >> 3, channels = P.warps * 4;  // a thread's row and every which channel
     auto store = [&](int head_part, int row, int channel, float v) {
-      if (row >= rows) return;
       const long to = (info.query_start + row / P.group) * P.q.out_token +
                       ((group * head_parts + head_part) * P.group + row % P.group) * D + channel;
       if constexpr (BF16) static_cast<__nv_bfloat16*>(P.q.out)[to] = __float2bfloat16(v);
       else static_cast<__half*>(P.q.out)[to] = __float2half(v);
     };
-    auto sum_of = [&](int head_part, int row) {
-      float v = 0;
-      for (int k = 0; k < step; k++)
-        v += s_sum[((k * head_parts + head_part) * tile_warps + row / (8 * NT)) * NT * 8 + row % (8 * NT)];
-      return v;
-    };
     if (P.q.overlap) wait_for_previous();  // only now may outputs and workspace be written
-    for (int round = 0; round < (tiles + 1) / 2; round++) {
+    for (int round = 0; 2 * round < tiles; round++) {
       if (held >= 0)
 #pragma unroll
         for (int n_ = 0; n_ < NT; n_++)
@@ -290,61 +302,99 @@ __global__ void __launch_bounds__(decode_max_warps(NT) * 32, 1) decode_kernel(co
             }
           }
       __syncthreads();
-      const int in_round = min(2, tiles - 2 * round);
-      for (int i = tid; i < head_parts * in_round * D * 8; i += P.warps * 32) {
-        const int inner = i % (D * 8), which = i / (D * 8) % in_round, head_part = i / (D * 8 * in_round);
-        float v = 0;
-        for (int k = 0; k < step; k++) {
-          const int from = k * head_parts + head_part, kept = s_held[from];
-          if (kept >= 0)
-            v += reinterpret_cast<const float*>(memory + (from * stages + kept) * L::BYTES)[which * D * 8 + inner];
+      for (int head_part = 0; head_part < head_parts; head_part++)
+        for (int in_tile = 2 * round; in_tile < min(2 * round + 2, tiles); in_tile++) {
+          float* mine = P.q.partial + (2 * blockIdx.x + row_at.second(blockIdx.x)) * stride + (head_part * tiles + in_tile) * (D * 8 + 16);
+          float sum = 0, top = NEVER;
+#pragma unroll 4
+          for (int k = 0; k < step; k++) {
+            const int from = (((k * head_parts + head_part) * tile_warps + in_tile / NT) * NT + in_tile % NT) * 8 + row8;
+            sum += s_sum[from], top = fmaxf(top, s_top[from]);
+          }
+          if (!row_at.whole() && channel0 == 0) mine[D * 8 + row8] = top, mine[D * 8 + 8 + row8] = sum;
+          const float by = row_at.whole() ? __frcp_rn(sum) : 1.f;
+          const int row = in_tile * 8 + row8;
+          for (int c = channel0; c < D; c += 4 * channels) {
+            float v[4] = {0, 0, 0, 0};
+#pragma unroll 2
+            for (int k = 0; k < step; k++) {
+              const int from = k * head_parts + head_part, kept = s_held[from];
+              if (kept < 0) continue;
+              const float* o = reinterpret_cast<const float*>(memory + (from * stages + kept) * L::BYTES) + (in_tile & 1) * D * 8 + row8;
+#pragma unroll
+              for (int j = 0; j < 4; j++)
+                if (c + j * channels < D) v[j] += o[(c + j * channels) * 8];
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+              if (c + j * channels < D) {
+                if (!row_at.whole()) mine[(c + j * channels) * 8 + row8] = v[j];
+                else if (row < rows) store(head_part, row, c + j * channels, v[j] * by);
+              }
+          }
         }
-        const int in_tile = 2 * round + which, row = in_tile * 8 + (inner & 7);
-        if (whole) store(head_part, row, inner >> 3, __fdividef(v, sum_of(head_part, row)));
-        else mine[(head_part * tiles + in_tile) * (D * 8 + 16) + inner] = v;
-      }
       fence_async_proxy();
       __syncthreads();
     }
-    if (!whole) {
-      for (int i = tid; i < head_parts * tiles * 8; i += P.warps * 32) {
-        const int head_part = i / (tiles * 8), row = i % (tiles * 8);
-        float top = NEVER;
-        for (int k = 0; k < step; k++)
-          top = fmaxf(top, s_top[((k * head_parts + head_part) * tile_warps + row / (8 * NT)) * NT * 8 + row % (8 * NT)]);
-        float* to = mine + (head_part * tiles + row / 8) * (D * 8 + 16) + D * 8 + row % 8;
-        to[0] = top, to[8] = sum_of(head_part, row);
-      }
-      __syncthreads();
+    if (held >= 0 && end < n) copy_next(held);
+    if (!row_at.whole()) {
       int* arrivals = P.q.arrivals + request * head_groups + group;
       if (tid == 0) {
         __threadfence();
         const int before = atomicAdd(arrivals, 1);
-        *s_last = before == last_share - first_share;
+        *s_last = before == row_at.last_share - row_at.first_share;
         if (*s_last) *arrivals = 0, __threadfence();
       }
       __syncthreads();
       if (*s_last) {
-        for (int i = tid; i < head_parts * tiles * D * 8; i += P.warps * 32) {
-          const int inner = i % (D * 8), in_tile = i / (D * 8) % tiles, head_part = i / (D * 8 * tiles);
-          const int row = in_tile * 8 + (inner & 7), at_ = (head_part * tiles + in_tile) * (D * 8 + 16);
-          if (row >= rows) continue;
-          float top = NEVER, v = 0, sum = 0;
+        // Lane (k % 4, row) looks after the weights of every fourth share, for all of its warp.
+        const int shares_here = row_at.last_share - row_at.first_share + 1;
+        for (int head_part = 0; head_part < head_parts; head_part++)
+          for (int in_tile = 0; in_tile < tiles; in_tile++) {
+            const int row = in_tile * 8 + row8;
+            const float* from0 = P.q.partial + (head_part * tiles + in_tile) * (D * 8 + 16);
+            auto from = [&](int k) {
+              const int share_ = row_at.first_share + min(k, shares_here - 1);
+              return from0 + (2 * share_ + row_at.second(share_)) * stride;
+            };
+            float top = NEVER, sum = 0;
 #pragma unroll 4
-          for (int k = first_share; k <= last_share; k++)
-            top = fmaxf(top, __ldcg(partial(k) + at_ + D * 8 + (inner & 7)));
+            for (int k = lane >> 3; k < shares_here; k += 4) top = fmaxf(top, __ldcg(from(k) + D * 8 + row8));
+            top = fmaxf(top, shfl_xor(top, 8)), top = fmaxf(top, shfl_xor(top, 16));
 #pragma unroll 4
-          for (int k = first_share; k <= last_share; k++) {
-            const float* from = partial(k) + at_;
-            const float f = exp2_approx(__ldcg(from + D * 8 + (inner & 7)) - top);
-            v += f * __ldcg(from + inner), sum += f * __ldcg(from + D * 8 + 8 + (inner & 7));
+            for (int k = lane >> 3; k < shares_here; k += 4)
+              sum += exp2_approx(__ldcg(from(k) + D * 8 + row8) - top) * __ldcg(from(k) + D * 8 + 8 + row8);
+            sum += shfl_xor(sum, 8), sum += shfl_xor(sum, 16);
+            const float by = __frcp_rn(sum);
+            for (int c = channel0; c - (channel0 & 3) < D; c += 4 * channels) {  // as long as any of the warp has work
+              float v[4] = {0, 0, 0, 0};
+              for (int k = 0; k < shares_here; k += 16) {
+                float weight[4], o[16][4];
+#pragma unroll
+                for (int i = 0; i < 16; i++)
+#pragma unroll
+                  for (int j = 0; j < 4; j++)
+                    o[i][j] = k + i < shares_here && c + j * channels < D ? __ldcg(from(k + i) + (c + j * channels) * 8 + row8) : 0.f;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                  const int mine = k + 4 * i + (lane >> 3);
+                  weight[i] = mine < shares_here ? exp2_approx(__ldcg(from(mine) + D * 8 + row8) - top) : 0.f;
+                }
+#pragma unroll
+                for (int i = 0; i < 16; i++) {
+                  const float w = __shfl_sync(0xffffffffu, weight[i >> 2], (i & 3) * 8 + row8);
+#pragma unroll
+                  for (int j = 0; j < 4; j++) v[j] += w * o[i][j];
+                }
+              }
+#pragma unroll
+              for (int j = 0; j < 4; j++)
+                if (c + j * channels < D && row < rows) store(head_part, row, c + j * channels, v[j] * by);
+            }
           }
-          store(head_part, row, inner >> 3, __fdividef(v, sum));
-        }
       }
     }
     if (end >= n) break;
-    if (held >= 0) copy_next(held);
     start += count;
     if (++group == head_groups) {
       group = 0;

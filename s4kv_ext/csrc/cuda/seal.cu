@@ -20,24 +20,42 @@ struct Params {
   int tokens, seal_blocks, tokens_a_block;
 };
 
-template <int D>
-struct Scratch {
-  static constexpr int KEY_ROW = BLOCK + 4, VALUE_ROW = D + 4;  // bytes; padded against bank conflicts
-  uint8_t key_code[D * KEY_ROW];        // [channel][token]
-  uint8_t value_code[BLOCK * VALUE_ROW];  // [token][channel]
-  __half key_scale[D];
-  int slots[D];              // of each channel
-  uint16_t slot[D + 16];     // channel | HIGH | UNUSED
-  float top[2][D / 32];
-};
+constexpr int THREADS = 512, WARPS = THREADS / 32;
 constexpr uint16_t HIGH = 1 << 8, UNUSED = 1 << 9;
+
+template <int D>
+struct KeyScratch {
+  static constexpr int PARTS = THREADS / D, ROW = BLOCK + 4;  // threads a channel; bytes, padded
+  uint8_t code[D * ROW];  // [channel][token]
+  uint16_t raw[BLOCK][D];
+  float low[PARTS][D], high[PARTS][D];
+  __half scale[D];
+  int slots[D];           // of each channel
+  uint16_t slot[D + 16];  // channel | HIGH | UNUSED
+  float top[WARPS];
+};
+template <int D>
+struct ValueScratch {
+  static constexpr int ROW = D + 4;
+  uint8_t code[BLOCK * ROW];  // [token][channel]
+  float top[WARPS];
+};
+template <int D>
+union Scratch {
+  KeyScratch<D> key;
+  ValueScratch<D> value;
+};
 
 // Exponent that brings `top` into [16, 32).
 DEV int exponent_of(float top) { return top > 0 ? max((__float_as_int(top) >> 23) - 131, MIN_EXPONENT) : 0; }
 
-DEV float code_of(float x, float offset, float scale, float steps) {
-  if (!(scale > 0)) return 0;
-  return fminf(fmaxf(rintf(__fdiv_rn(__fsub_rn(x, offset), scale)), 0.f), steps);
+// Rounds (x - offset) / scale as a correctly rounded division would; `inverse` is 1 / scale. The
+// product errs by less than 1e-4, so only near a tie is the division itself needed.
+DEV float code_of(float x, float offset, float scale, float inverse, float steps) {
+  const float d = __fsub_rn(x, offset), y = d * inverse;
+  float r = rintf(y);
+  if (fabsf(fabsf(y - r) - 0.5f) < 1e-4f) r = rintf(__fdiv_rn(d, scale));
+  return scale > 0 ? fminf(fmaxf(r, 0.f), steps) : 0.f;
 }
 
 DEV float warp_max(float v) {
@@ -45,20 +63,30 @@ DEV float warp_max(float v) {
   for (int d = 16; d; d >>= 1) v = fmaxf(v, shfl_xor(v, d));
   return v;
 }
-
-template <int D>
-DEV float half_block_max(float v, float* scratch, int lane, int warp, int barrier) {
+DEV float block_max(float v, float* scratch) {
   v = warp_max(v);
-  if (lane == 0) scratch[warp] = v;
-  named_barrier(barrier, D);
-#pragma unroll
-  for (int i = 0; i < D / 32; i++) v = fmaxf(v, scratch[i]);
-  return v;
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = v;
+  __syncthreads();
+  return warp_max(scratch[threadIdx.x & (WARPS - 1)]);
 }
 
-// Where token `i` of the block lies; `kind` 0: keys, 1: values. Sinks stand in for token SINKS.
+// The block's four recent pages; only those with tokens older than the step are looked up.
+struct OldPages {
+  int id[4];
+};
+DEV OldPages old_pages(const Params& p, const Seal& s) {
+  OldPages old;
+#pragma unroll
+  for (int j = 0; j < 4; j++)
+    old.id[j] = s.start + j * RECENT_TOKENS < s.computed
+                    ? p.step.recent_table[s.request * p.step.recent_stride + s.start / RECENT_TOKENS + j]
+                    : 0;
+  return old;
+}
+
+// Where token i of the block lies; kind 0: keys, 1: values. Token SINKS stands in for the sinks.
 template <int D>
-DEV const uint16_t* token_row(const Params& p, const Seal& s, int h, int i, int kind, const int (&page)[4]) {
+DEV const uint16_t* token_row(const Params& p, const Seal& s, int h, int i, int kind, const OldPages& old) {
   if (s.start == 0) i = max(i, SINKS);
   const int position = s.start + i;
   if (position >= s.computed) {
@@ -66,67 +94,83 @@ DEV const uint16_t* token_row(const Params& p, const Seal& s, int h, int i, int 
     return kind ? static_cast<const uint16_t*>(p.fresh.value) + row * p.fresh.value_token + h * D
                 : static_cast<const uint16_t*>(p.fresh.key) + row * p.fresh.key_token + h * D;
   }
-  const int id = i < 32 ? (i < 16 ? page[0] : page[1]) : (i < 48 ? page[2] : page[3]);
+  const int id = i < 32 ? (i < 16 ? old.id[0] : old.id[1]) : (i < 48 ? old.id[2] : old.id[3]);
   return reinterpret_cast<const uint16_t*>(p.pages.recent + id * p.pages.recent_page + h * p.pages.recent_head) +
          (kind * RECENT_TOKENS + i % RECENT_TOKENS) * D;
 }
 
+// Thread (part, channel): every PARTS-th of the channel's tokens.
 template <int D, bool BF16>
-DEV void seal_keys(const Params& p, const Seal& s, int h, const int (&page)[4], uint8_t* out, Scratch<D>& m) {
+DEV void seal_keys(const Params& p, const Seal& s, int h, uint8_t* out, KeyScratch<D>& m) {
   using L = Layout<D>;
-  const int c = threadIdx.x, lane = c & 31, warp = c >> 5;
+  constexpr int PARTS = THREADS / D, TOKENS = BLOCK / PARTS;
+  const int c = threadIdx.x % D, part = threadIdx.x / D;
   const int16_t* slot_channel = p.pages.slot_channel + h * L::SLOTS;
-  float k[BLOCK];
+  const OldPages old = old_pages(p, s);
+  if (part == 0) m.slots[c] = 0;
+  uint16_t raw[TOKENS];
 #pragma unroll
-  for (int i = 0; i < BLOCK; i++) k[i] = to_float<BF16>(token_row<D>(p, s, h, i, 0, page)[c]);
-  m.slots[c] = 0;
-  named_barrier(1, D);
-  for (int i = c; i < L::SLOTS; i += D) {
+  for (int i = 0; i < TOKENS; i++) raw[i] = token_row<D>(p, s, h, part * TOKENS + i, 0, old)[c];
+  __syncthreads();
+  for (int i = threadIdx.x; i < L::SLOTS; i += THREADS) {
     const int channel = slot_channel[i], before = i ? slot_channel[i - 1] : -1, after = i + 1 < L::SLOTS ? slot_channel[i + 1] : -1;
     if (channel >= 0) atomicAdd(&m.slots[channel], 1);
     m.slot[i] = channel < 0 ? UNUSED : channel | (channel == after && channel != before ? HIGH : 0);
   }
-  float top = 0;
+  float k[TOKENS], top = 0;
 #pragma unroll
-  for (int i = 0; i < BLOCK; i++) top = fmaxf(top, fabsf(k[i]));
-  const int e = exponent_of(half_block_max<D>(top, m.top[0], lane, warp, 1));
-  const float power = power_of_two(-e);
-  float low = INFINITY, high = -INFINITY, total = 0;
-#pragma unroll
-  for (int i = 0; i < BLOCK; i++) {
-    k[i] = __fmul_rn(k[i], power);
-    low = fminf(low, k[i]), high = fmaxf(high, k[i]), total = __fadd_rn(total, k[i]);
+  for (int i = 0; i < TOKENS; i++) {
+    m.raw[part * TOKENS + i][c] = raw[i];
+    k[i] = to_float<BF16>(raw[i]), top = fmaxf(top, fabsf(k[i]));
   }
+  const int e = exponent_of(block_max(top, m.top));
+  const float power = power_of_two(-e);
+  float low = INFINITY, high = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < TOKENS; i++) k[i] = __fmul_rn(k[i], power), low = fminf(low, k[i]), high = fmaxf(high, k[i]);
+  m.low[part][c] = low, m.high[part][c] = high;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < PARTS; i++) low = fminf(low, m.low[i][c]), high = fmaxf(high, m.high[i][c]);
   const int slots = m.slots[c];
   const float steps = slots == 0 ? 0.f : slots == 1 ? 15.f : 255.f;
   const __half offset = __float2half_rd(low);
   const float offset_f = __half2float(offset);
   const __half scale = __float2half_ru(__fdiv_rn(__fsub_rn(high, offset_f), fmaxf(steps, 1.f)));
-  const float scale_f = __half2float(scale);
+  const float scale_f = __half2float(scale), inverse = __frcp_rn(scale_f);
 #pragma unroll
-  for (int i = 0; i < BLOCK; i += 4) {
+  for (int i = 0; i < TOKENS; i += 4) {
     uint32_t four = 0;
 #pragma unroll
-    for (int j = 0; j < 4; j++) four |= (uint32_t)code_of(k[i + j], offset_f, scale_f, steps) << (8 * j);
-    *reinterpret_cast<uint32_t*>(m.key_code + c * m.KEY_ROW + i) = four;
+    for (int j = 0; j < 4; j++) four |= (uint32_t)code_of(k[i + j], offset_f, scale_f, inverse, steps) << (8 * j);
+    *reinterpret_cast<uint32_t*>(m.code + c * m.ROW + part * TOKENS + i) = four;
   }
-  m.key_scale[c] = scale;
-  reinterpret_cast<__half*>(out + L::KEY_OFFSET)[c] = slots == 0 ? __float2half_rn(total * (1.f / BLOCK)) : offset;
-  if (c == 0) out[L::EXPONENTS] = (uint8_t)e;
-  if (c < 15) reinterpret_cast<uint16_t*>(out + L::EXPONENTS)[1 + c] = 0;
-  named_barrier(1, D);
-  for (int i = c; i < L::SLOTS; i += D) {
+  if (part == 0) {
+    m.scale[c] = scale;
+    __half stored = offset;
+    if (slots == 0) {  // the mean, summed in token order
+      float total = 0;
+#pragma unroll 8
+      for (int i = 0; i < BLOCK; i++) total = __fadd_rn(total, __fmul_rn(to_float<BF16>(m.raw[i][c]), power));
+      stored = __float2half_rn(total * (1.f / BLOCK));
+    }
+    reinterpret_cast<__half*>(out + L::KEY_OFFSET)[c] = stored;
+    if (c == 0) out[L::EXPONENTS] = (uint8_t)e;
+    if (c < 15) reinterpret_cast<uint16_t*>(out + L::EXPONENTS)[1 + c] = 0;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < L::SLOTS; i += THREADS) {
     const uint16_t slot = m.slot[i];
-    const __half v = slot & UNUSED ? __ushort_as_half(0) : m.key_scale[slot & 255];
+    const __half v = slot & UNUSED ? __ushort_as_half(0) : m.scale[slot & 255];
     reinterpret_cast<__half*>(out + L::KEY_SCALE)[i] = slot & HIGH ? __hmul(v, __float2half_rn(16.f)) : v;
   }
-  for (int i = c; i < L::KCHUNKS * 128; i += D) {
+  for (int i = threadIdx.x; i < L::KCHUNKS * 128; i += THREADS) {
     const int kc = i >> 7, g = i >> 4 & 7, t = i >> 2 & 3, tile = i & 3;
     uint32_t word = 0;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const uint16_t slot = m.slot[L::first_slot(kc, t) + j];
-      const uint8_t* code = m.key_code + (slot & 255) * m.KEY_ROW + tile * 16 + g;
+      const uint8_t* code = m.code + (slot & 255) * m.ROW + tile * 16 + g;
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const uint32_t v = code[8 * r];
@@ -137,19 +181,21 @@ DEV void seal_keys(const Params& p, const Seal& s, int h, const int (&page)[4], 
   }
 }
 
+// A warp: four tokens; a lane: D / 32 neighbouring channels.
 template <int D, bool BF16>
-DEV void seal_values(const Params& p, const Seal& s, int h, const int (&page)[4], uint8_t* out, Scratch<D>& m) {
+DEV void seal_values(const Params& p, const Seal& s, int h, uint8_t* out, ValueScratch<D>& m) {
   using L = Layout<D>;
-  constexpr int WARPS = D / 32, N = D / 32, TOKENS = BLOCK / WARPS;  // tokens a warp, N channels a lane
-  const int c = threadIdx.x - D, lane = c & 31, warp = c >> 5;
+  constexpr int N = D / 32, TOKENS = BLOCK / WARPS;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const OldPages old = old_pages(p, s);
   float v[TOKENS][N], top = 0;
 #pragma unroll
-  for (int i = 0; i < TOKENS; i++) load_floats<BF16>(v[i], token_row<D>(p, s, h, warp * TOKENS + i, 1, page) + lane * N);
+  for (int i = 0; i < TOKENS; i++) load_floats<BF16>(v[i], token_row<D>(p, s, h, warp * TOKENS + i, 1, old) + lane * N);
 #pragma unroll
   for (int i = 0; i < TOKENS; i++)
 #pragma unroll
     for (int j = 0; j < N; j++) top = fmaxf(top, fabsf(v[i][j]));
-  const int e = exponent_of(half_block_max<D>(top, m.top[1], lane, warp, 2));
+  const int e = exponent_of(block_max(top, m.top));
   const float power = power_of_two(-e);
 #pragma unroll
   for (int i = 0; i < TOKENS; i++) {
@@ -163,28 +209,28 @@ DEV void seal_values(const Params& p, const Seal& s, int h, const int (&page)[4]
     const __half offset = __float2half_rd(low);
     const float offset_f = __half2float(offset);
     const __half scale = __float2half_ru(__fdiv_rn(__fsub_rn(high, offset_f), 15.f));
-    const float scale_f = __half2float(scale);
+    const float scale_f = __half2float(scale), inverse = __frcp_rn(scale_f);
     const int token = warp * TOKENS + i;
     uint32_t codes = 0;
 #pragma unroll
-    for (int j = 0; j < N; j++) codes |= (uint32_t)code_of(v[i][j], offset_f, scale_f, 15.f) << (8 * j);
-    if constexpr (N == 4) *reinterpret_cast<uint32_t*>(m.value_code + token * m.VALUE_ROW + lane * 4) = codes;
-    else *reinterpret_cast<uint16_t*>(m.value_code + token * m.VALUE_ROW + lane * 2) = codes;
+    for (int j = 0; j < N; j++) codes |= (uint32_t)code_of(v[i][j], offset_f, scale_f, inverse, 15.f) << (8 * j);
+    if constexpr (N == 4) *reinterpret_cast<uint32_t*>(m.code + token * m.ROW + lane * 4) = codes;
+    else *reinterpret_cast<uint16_t*>(m.code + token * m.ROW + lane * 2) = codes;
     if (lane == 0) {
       reinterpret_cast<__half*>(out + L::VALUE_SCALE)[value_scale_index(token)] = scale;
       reinterpret_cast<__half*>(out + L::VALUE_OFFSET)[value_scale_index(token)] = offset;
     }
   }
-  if (c == 0) out[L::EXPONENTS + 1] = (uint8_t)e;
-  named_barrier(2, D);
-  for (int i = c; i < 4 * (D / 64) * 128; i += D) {
+  if (threadIdx.x == 0) out[L::EXPONENTS + 1] = (uint8_t)e;
+  __syncthreads();
+  for (int i = threadIdx.x; i < 4 * (D / 64) * 128; i += THREADS) {
     const int kc = i / (D * 2), tile = (i >> 7) % (D / 64) * 4 + (i & 3), g = i >> 4 & 7, t = i >> 2 & 3;
     uint32_t word = 0;
 #pragma unroll
     for (int j = 0; j < 4; j++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        word |= (uint32_t)m.value_code[(kc * 16 + k_index(j, t)) * m.VALUE_ROW + tile * 16 + r * 8 + g] << nibble_shift(r, j);
+        word |= (uint32_t)m.code[(kc * 16 + k_index(j, t)) * m.ROW + tile * 16 + r * 8 + g] << nibble_shift(r, j);
     reinterpret_cast<uint32_t*>(out + L::VALUE_CODE)[i] = word;
   }
 }
@@ -193,7 +239,7 @@ template <int D>
 DEV void store(const Params& p, int block) {
   const int first = block * p.tokens_a_block, heads = p.pages.heads;
   const int row_chunks = heads * (D / 8), chunks = 2 * row_chunks;  // of 16 bytes; keys, then values
-  for (int i = threadIdx.x; i < p.tokens_a_block * chunks; i += 2 * D) {
+  for (int i = threadIdx.x; i < p.tokens_a_block * chunks; i += THREADS) {
     const int token = first + i / chunks, at = i % chunks, kind = at >= row_chunks, h = at % row_chunks / (D / 8), x = at % (D / 8);
     if (token >= p.tokens) return;
     const int slot = p.slot[token];
@@ -207,24 +253,18 @@ DEV void store(const Params& p, int block) {
 }
 
 template <int D, bool BF16>
-__global__ void __launch_bounds__(2 * D) seal_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(THREADS) seal_kernel(const __grid_constant__ Params p) {
   __shared__ __align__(16) Scratch<D> scratch;
   launch_dependents();
   if (blockIdx.x >= p.seal_blocks) return store<D>(p, blockIdx.x - p.seal_blocks);
-  const int work = p.header->seals * p.pages.heads;
+  const int heads = p.pages.heads, work = p.header->seals * heads * 2;  // keys and values apart
   for (int i = blockIdx.x; i < work; i += p.seal_blocks) {
-    const Seal s = p.seal[i / p.pages.heads];
-    const int h = i % p.pages.heads;
-    int page[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      page[j] = s.start + j * RECENT_TOKENS < s.computed
-                    ? p.step.recent_table[s.request * p.step.recent_stride + s.start / RECENT_TOKENS + j]
-                    : 0;
+    const Seal s = p.seal[i / (2 * heads)];
+    const int h = i / 2 % heads;
     const int id = p.step.sealed_table[s.request * p.step.sealed_stride + s.start / BLOCK];
     uint8_t* out = p.pages.sealed + id * p.pages.sealed_page + h * p.pages.sealed_head;
-    if (threadIdx.x < D) seal_keys<D, BF16>(p, s, h, page, out, scratch);
-    else seal_values<D, BF16>(p, s, h, page, out, scratch);
+    if (i & 1) seal_values<D, BF16>(p, s, h, out, scratch.value);
+    else seal_keys<D, BF16>(p, s, h, out, scratch.key);
     __syncthreads();
   }
 }
@@ -232,7 +272,7 @@ __global__ void __launch_bounds__(2 * D) seal_kernel(const __grid_constant__ Par
 template <int D, bool BF16>
 void launch(const Params& p, cudaStream_t stream) {
   const int store_blocks = (p.tokens + p.tokens_a_block - 1) / p.tokens_a_block;
-  seal_kernel<D, BF16><<<p.seal_blocks + store_blocks, 2 * D, 0, stream>>>(p);
+  seal_kernel<D, BF16><<<p.seal_blocks + store_blocks, THREADS, 0, stream>>>(p);
   check_launch("store_and_seal");
 }
 
@@ -240,9 +280,9 @@ void launch(const Params& p, cudaStream_t stream) {
 
 void store_and_seal(const Pages& pages, const NewTokens& fresh, const StepTables& step, const Plan& plan,
                     cudaStream_t stream) {
-  const int most = plan.max_seals * pages.heads;
+  const int most = plan.max_seals * pages.heads * 2;
   const Params p{pages, fresh, step, plan.header, plan.seal, plan.slot,
-                 plan.tokens, most < 256 ? most : 256, plan.tokens > 1024 ? 16 : 2};
+                 plan.tokens, most < 512 ? most : 512, plan.tokens > 1024 ? 16 : 4};
   if (pages.dim == 64) pages.bf16 ? launch<64, true>(p, stream) : launch<64, false>(p, stream);
   else pages.bf16 ? launch<128, true>(p, stream) : launch<128, false>(p, stream);
 }
