@@ -36,7 +36,7 @@ SHAPES = [  # dtype, head_dim, KV heads, group
 
 @pytest.mark.parametrize(("dtype", "dim", "heads", "group"), SHAPES)
 def test_every_length_and_chunk(report, dtype, dim, heads, group):
-    pool = Pool(500, heads, dim, dtype)
+    pool = Pool(700, heads, dim, dtype)
     slot_channel = make_map(heads, dim)
     results = Results()
     for chunk in (1, 2, 17, 64, 130, 300):
