@@ -35,9 +35,10 @@ Numbers
     The two exponents (int8, one pair a page and head) first bring the largest magnitude of the
     block into [16, 32): any finite float32 input comes back finite, with
 
-        |error| <= scale/2,  scale <= ((hi - lo) + 2**-10 |lo|) / steps * (1 + 2**-10) + 2**-24 u
+        |error| <= scale/2,  scale <= ((hi - lo) + 2**-10 |lo|) / steps * (1 + 2**-10) + 2**-23 u
 
-    where steps is 15 or 255 and u = 2**key_exponent; a channel without a slot errs by hi - lo.
+    where steps is 15 or 255 and u = 2**key_exponent; a channel without a slot errs by hi - lo and
+    what rounding its mean to float16 adds.
 
 Bytes of one head of a sealed page, in this order (``packing.py`` orders the codes within):
 
