@@ -21,7 +21,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -64,6 +64,7 @@ class Settings:
     prefix_caching: bool = True
     drafts: int = 0
     asynchronous: bool = False
+    policy: Literal["fcfs", "priority"] = "fcfs"
 
     @property
     def pool(self) -> int:
@@ -122,6 +123,7 @@ def make_config(s: Settings) -> VllmConfig:
         max_num_seqs=s.max_num_seqs,
         long_prefill_token_threshold=s.long_prefill_token_threshold,
         async_scheduling=s.asynchronous,
+        policy=s.policy,
         watermark=0.0,
     )
     config.cache_config = copy.copy(config.cache_config)
@@ -355,7 +357,14 @@ class Engine:
         self._count = 0
         self._pending: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
 
-    def add(self, prompt: list[int], max_tokens: int, salt: int = 0, logprobs: bool = False) -> str:
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        salt: int = 0,
+        logprobs: bool = False,
+        priority: int = 0,
+    ) -> str:
         """``logprobs``: of the prompt, for which vLLM reads no prefix from the cache."""
         rid = str(self._count)
         self._count += 1
@@ -371,6 +380,8 @@ class Engine:
             pooling_params=None,
             cache_salt=str(salt) if salt else None,
             block_hasher=self.hasher,
+            arrival_time=float(rid),
+            priority=priority,
         )
         self.scheduler.add_request(request)
         return rid

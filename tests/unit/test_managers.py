@@ -215,3 +215,18 @@ def test_only_accepted_drafts_are_sealed(page_tokens, asynchronous, drafts):
     engine.run()
     assert [len(engine.done[rid]) for rid in ids] == [590, 591, 592, 593]
     assert not engine.leaked()
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="vLLM caches a block when it schedules it, and leaves it cached if a later request of "
+    "the same pass preempts the first (vllm-project/vllm#57580, #41400): any KV cache dtype",
+)
+def test_preempted_by_priority_after_it_was_scheduled():
+    engine = Engine(Settings(16, 320, 34, 256, long_prefill_token_threshold=90, policy="priority"))
+    engine.add(prompt(119), max_tokens=20)
+    engine.add(prompt(290), max_tokens=200, priority=2)
+    engine.step()
+    engine.add(prompt(297), max_tokens=100, priority=1)
+    engine.run()
