@@ -72,8 +72,9 @@ class Settings:
 
 
 @functools.cache
-def _model_dir() -> Path:
-    path = Path(tempfile.mkdtemp(prefix="s4kv-schedules-"))
+def _model_dir() -> tempfile.TemporaryDirectory[str]:
+    """Of a config; removed at exit."""
+    directory = tempfile.TemporaryDirectory(prefix="s4kv-schedules-")
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -85,8 +86,8 @@ def _model_dir() -> Path:
         "num_hidden_layers": 1,
         "max_position_embeddings": 1 << 20,
     }
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    Path(directory.name, "config.json").write_text(json.dumps(config))
+    return directory
 
 
 @functools.cache
@@ -101,7 +102,7 @@ def _base_config(drafts: int) -> VllmConfig:
         )
     return VllmConfig(
         model_config=ModelConfig(
-            model=str(_model_dir()), skip_tokenizer_init=True, dtype="bfloat16"
+            model=_model_dir().name, skip_tokenizer_init=True, dtype="bfloat16"
         ),
         scheduler_config=SchedulerConfig(
             max_model_len=1 << 20, is_encoder_decoder=False, async_scheduling=False
