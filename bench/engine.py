@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+"""Prefill and decode speed and KV capacity of the engine, one KV cache dtype beside another.
+
+Rounds alternate between the dtypes, one engine a process; a figure is the median over rounds and
+its range stands beside it. Decode time is the difference of two runs that share their prompts
+through the prefix cache, so prefill does not enter it.
+
+  bench/engine.py --model DIR                                  # on the CPU, fp32, auto and int4_kivi
+  bench/engine.py --model DIR --dummy --dtype bfloat16 --kv auto fp8 int4_kivi \\
+      --contexts 8192 --batches 32 128 --out bench/results/engine_h200.json
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import Any
+
+from harness import in_process, parser, serve_child, write
+
+CPU_KV_BYTES = 6 << 30
+
+
+def measure(
+    model: str, kv: str, dtype: str, cells: list[list[int]], steps: int, dummy: bool, chunk: int
+) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    llm = LLM(
+        model,
+        dtype=dtype,
+        kv_cache_dtype=kv,
+        load_format="dummy" if dummy else "auto",
+        skip_tokenizer_init=True,
+        max_model_len=max(context for context, _ in cells) + steps + 8,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=16 if on_cpu else 256,
+        **({"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {"gpu_memory_utilization": 0.85}),
+    )
+    rng = random.Random(0)
+
+    def timed(prompts: list[Any], tokens: int) -> float:
+        start = time.perf_counter()
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    timed([TokensPrompt(prompt_token_ids=[1] * 200)], 4)  # the first request may still compile
+    cache = llm.llm_engine.vllm_config.cache_config
+    result: dict[str, Any] = {"kv_tokens": cache.kv_cache_size_tokens}
+    for context, batch in cells:
+        prompts = [
+            TokensPrompt(prompt_token_ids=[rng.randrange(100, 40_000) for _ in range(context)])
+            for _ in range(batch)
+        ]
+        prefill = timed(prompts, 1)
+        short, long = timed(prompts, 2), timed(prompts, 2 + steps)
+        result[f"{context}x{batch}"] = {
+            "prefill_tok_s": batch * context / prefill,
+            "decode_ms": (long - short) / steps * 1e3,
+        }
+    return result
+
+
+def main() -> None:
+    ap = parser(__doc__, "engine_cpu.json")
+    ap.add_argument("--model")
+    ap.add_argument("--dummy", action="store_true", help="random weights: speed and capacity only")
+    ap.add_argument("--dtype", default="float32")
+    ap.add_argument("--kv", nargs="+", default=["auto", "int4_kivi"], help="the first is the base")
+    ap.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8064])
+    ap.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    ap.add_argument("--chunk", type=int, default=2048, help="max_num_batched_tokens")
+    ap.add_argument("--steps", type=int, default=64)
+    ap.add_argument("--rounds", type=int, default=3)
+    args = ap.parse_args()
+    serve_child(args.child, measure)
+    cells = [[c, b] for c in args.contexts for b in args.batches]
+    common = {"model": args.model, "dtype": args.dtype, "cells": cells, "steps": args.steps}
+    common |= {"dummy": args.dummy, "chunk": args.chunk}
+    runs: dict[str, list[dict[str, Any]]] = {kv: [] for kv in args.kv}
+    for _ in range(args.rounds):
+        for kv, done in runs.items():
+            done.append(in_process(common | {"kv": kv}))
+    base = args.kv[0]
+    table: dict[str, Any] = {}
+    for cell in (f"{c}x{b}" for c, b in cells):
+        for kv, done in runs.items():
+            row: dict[str, Any] = {}
+            for what in ("prefill_tok_s", "decode_ms"):
+                values = [r[cell][what] for r in done]
+                row[what] = statistics.median(values)
+                row[what + "_range"] = [min(values), max(values)]
+            table.setdefault(cell, {})[kv] = row
+            of = table[cell][base]
+            print(
+                f"{cell:10s} {kv:20s} prefill {row['prefill_tok_s']:8.0f} tok/s "
+                f"({row['prefill_tok_s'] / of['prefill_tok_s']:.2f} x)   "
+                f"decode {row['decode_ms']:8.2f} ms "
+                f"({of['decode_ms'] / row['decode_ms']:.2f} x faster)"
+            )
+    capacity = {kv: done[0]["kv_tokens"] for kv, done in runs.items()}
+    print("KV tokens that fit:", capacity)
+    write(args.out, {"what": __doc__, **common, "kv_tokens": capacity, "cells": table})
+
+
+if __name__ == "__main__":
+    main()
