@@ -21,7 +21,7 @@ from torch import Tensor
 
 from s4kv_ext.format import BLOCK, head_page_bytes
 
-_FIRST_PAGES = 24  # plan.cuh
+_SHARE_INTS = 48  # plan.cuh
 MAX_QUERIES = 8
 """Most query tokens a request may have in ``decode``."""
 
@@ -39,7 +39,6 @@ class DecodeShape:
     heads: int
     group: int
     head_dim: int
-    head_parts: int
     tile_warps: int
     tiles: int
     warps: int
@@ -47,13 +46,18 @@ class DecodeShape:
     grid: int
 
     @property
-    def head_groups(self) -> int:
-        return self.heads // self.head_parts
+    def lanes(self) -> int:
+        """Pages that a thread block works on at a time."""
+        return self.warps // self.tile_warps
 
     @property
-    def lanes(self) -> int:
-        """Pages of one head that a thread block reads at a time."""
-        return self.warps // (self.tile_warps * self.head_parts)
+    def shared_bytes(self) -> int:
+        """csrc/cuda/decode.cuh, shared_layout"""
+        d, warps, tiles = self.head_dim, self.warps, self.tiles
+        rows = self.tile_warps * tiles * 8
+        fragments = tiles * (d // 8 + 1) * 256 if self.tile_warps == 1 else 0
+        fixed = rows * (d * 2 + 4) + fragments + (d + 16) * 2 + 96 + 16 + warps * tiles * 64
+        return self.lanes * (self.stages * (head_page_bytes(d) + 16) + 4) + fixed + 32 * 32 + 96 + 4
 
 
 def decode_shape(
@@ -64,29 +68,25 @@ def decode_shape(
     *,
     shared_bytes: int,
     processors: int,
-    head_parts: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
 ) -> DecodeShape:
     """The shape for ``group * max_queries`` query rows on a card with so much shared memory a block.
 
-    heads: KV heads. The last three override what is chosen here, for experiments.
+    heads: KV heads. The last two override what is chosen here, for experiments.
     """
     if not 1 <= group <= 16 or not 1 <= max_queries <= MAX_QUERIES:
         raise ValueError(f"decode takes 1..16 query heads a KV head and 1..{MAX_QUERIES} queries, got {group}, {max_queries}")
     row_tiles = -(-group * max_queries // 8)
     tiles = 1 if row_tiles == 1 else 2
     tile_warps = -(-row_tiles // tiles)
-    page = head_page_bytes(head_dim) + 8
-    room = (shared_bytes - 2048) // page
-    most = warps or (12 if tiles == 1 else 8)
-    lanes = max(1, min(most // tile_warps, room // 2))
-    head_parts = head_parts or 1
-    lanes = lanes // head_parts * head_parts
-    stages = stages or min(room // lanes, 16)
-    return DecodeShape(
-        heads, group, head_dim, head_parts, tile_warps, tiles, lanes * tile_warps, stages, processors
-    )
+    most = warps or (11 if tiles == 1 else 7)
+    for lanes in range(max(1, most // tile_warps), 0, -1):
+        for depth in (stages,) if stages else (4, 3, 2):
+            shape = DecodeShape(heads, group, head_dim, tile_warps, tiles, lanes * tile_warps, depth, processors)
+            if shape.shared_bytes <= shared_bytes:
+                return shape
+    raise ValueError(f"{group} x {max_queries} query rows of {head_dim} do not fit {shared_bytes} bytes of shared memory")
 
 
 def decode_shape_for(device: torch.device, heads: int, group: int, head_dim: int, max_queries: int = 1, **override) -> DecodeShape:
@@ -117,13 +117,13 @@ class StepPlan:
         load()
         self.shape = shape
         self.header, self.request = ints(8), ints(max_requests, 4)
-        self.share = ints(shape.grid, 8 + _FIRST_PAGES)
+        self.share = ints(shape.grid, _SHARE_INTS)
         self.seal, self.slot = ints(max_tokens // BLOCK + max_requests, 4), ints(max_tokens)
         floats = torch.ops.s4kv_cuda.decode_partial_floats(
-            shape.head_dim, shape.grid, shape.head_parts, shape.tile_warps, shape.tiles
+            shape.head_dim, shape.grid, shape.tile_warps, shape.tiles
         )
         self.partial = torch.empty(floats, dtype=torch.float32, device=device)
-        self.arrivals = ints(max_requests * shape.head_groups)
+        self.arrivals = ints(max_requests * shape.heads)
         self.max_queries = shape.tile_warps * shape.tiles * 8 // shape.group
         self.tables: tuple[Tensor, ...] = ()
         self.buffers: tuple[Tensor, ...] = ()
@@ -154,7 +154,7 @@ class StepPlan:
         )  # fmt: skip
         most = self.max_queries if max_queries is None else min(max_queries, self.max_queries)
         torch.ops.s4kv_cuda.plan_step(
-            *self.tables, *self.buffers, most, self.shape.head_groups, self.shape.lanes
+            *self.tables, *self.buffers, most, self.shape.heads, self.shape.lanes
         )
 
 
@@ -174,7 +174,7 @@ def decode(plan: StepPlan, query: Tensor, out: Tensor, pages: Pages, scale: floa
     s = plan.shape
     torch.ops.s4kv_cuda.decode(
         query, out, pages.sealed, pages.recent, pages.slot_channel, *plan.tables, *plan.buffers, plan.partial,
-        plan.arrivals, scale, s.group, s.head_parts, s.tile_warps, s.tiles, s.warps, s.stages, overlap,
+        plan.arrivals, scale, s.group, s.tile_warps, s.tiles, s.warps, s.stages, overlap,
     )  # fmt: skip
 
 

@@ -6,13 +6,13 @@
 namespace s4kv {
 namespace {
 
-template <int D, bool BF16, int NT>
+template <int D, bool BF16, int NT, bool WIDE>
 void launch(const DecodeParams& p, int grid, cudaStream_t stream) {
-  auto kernel = decode_kernel<D, BF16, NT>;
-  const int bytes = decode_shared(Layout<D>::BYTES, p.warps, p.tile_warps, NT, p.stages);
+  auto kernel = decode_kernel<D, BF16, NT, WIDE>;
+  const int bytes = decode_shared(D, p.warps, p.tile_warps, NT, p.stages);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "decode");
   cudaLaunchConfig_t config = {};
-  config.gridDim = grid, config.blockDim = p.warps * 32, config.dynamicSmemBytes = bytes, config.stream = stream;
+  config.gridDim = grid, config.blockDim = (p.warps + 1) * 32, config.dynamicSmemBytes = bytes, config.stream = stream;
   cudaLaunchAttribute overlap[1];
   overlap[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap[0].val.programmaticStreamSerializationAllowed = 1;
@@ -22,24 +22,24 @@ void launch(const DecodeParams& p, int grid, cudaStream_t stream) {
 
 template <int D, bool BF16>
 void launch(const DecodeParams& p, int tiles, int grid, cudaStream_t stream) {
-  tiles == 1 ? launch<D, BF16, 1>(p, grid, stream) : launch<D, BF16, 2>(p, grid, stream);
+  if (tiles == 1) launch<D, BF16, 1, false>(p, grid, stream);
+  else if (p.warps < 8) launch<D, BF16, 2, false>(p, grid, stream);
+  else launch<D, BF16, 2, true>(p, grid, stream);
 }
-
-int page_bytes(int dim) { return dim == 64 ? Layout<64>::BYTES : Layout<128>::BYTES; }
 
 }  // namespace
 
 int decode_shared_bytes(int dim, const DecodeShape& s) {
-  return decode_shared(page_bytes(dim), s.warps, s.tile_warps, s.tiles, s.stages);
+  return decode_shared(dim, s.warps, s.tile_warps, s.tiles, s.stages);
 }
 
 long decode_partial_floats(int dim, int grid, const DecodeShape& s) {
-  return 2L * grid * partial_floats(dim, s.head_parts, s.tile_warps * s.tiles);
+  return 2L * grid * partial_floats(dim, s.tile_warps * s.tiles);
 }
 
 void decode(const Pages& pages, const Queries& q, const StepTables& step, const Plan& plan, const DecodeShape& shape,
             cudaStream_t stream) {
-  const DecodeParams p{pages, q, step, plan.header, plan.request, plan.share, shape.group, shape.head_parts,
+  const DecodeParams p{pages, q, step, plan.request, plan.share, shape.group,
                        shape.tile_warps, shape.warps, shape.stages, q.scale * (float)M_LOG2E};
   if (pages.dim == 64)
     pages.bf16 ? launch<64, true>(p, shape.tiles, plan.grid, stream) : launch<64, false>(p, shape.tiles, plan.grid, stream);

@@ -1,12 +1,13 @@
 // Decode attention: sealed and recent pages of all requests, 1 to 8 query tokens each.
 //
-// The pages of all (request, head group) rows are one sequence, cut into equal shares, one a thread
-// block (plan.cu). In a block, page lanes take turns at its pages; each has a ring of page buffers
-// in shared memory that the copy engine fills ahead. A page lane is one warp, or several that read
-// the same page with different query rows. At the end of a row the block's lanes are summed; if
-// other blocks share the row, the last of them to arrive sums the blocks.
+// The pages of all rows (a row is one KV head of one request) are one sequence, cut into shares, one
+// a thread block (plan.cu). In a block, one warp copies pages into a ring of buffers in shared
+// memory; page lanes take turns at them. A page lane is one warp, or several that work on the same
+// page with different query rows. At the end of a row the block's lanes are summed; if other blocks
+// have a part of the row, the last of them to arrive sums the blocks.
 #pragma once
 #include "decode_math.cuh"
+#include "hadamard.cuh"
 #include "launch.h"
 #include "plan.cuh"
 
@@ -16,275 +17,360 @@ struct DecodeParams {
   Pages pages;
   Queries q;
   StepTables step;
-  const Header* header;
   const Request* request;
   const Share* share;
-  int group, head_parts, tile_warps, warps, stages;
+  int group, tile_warps, warps, stages;
   float scale;  // softmax scale * log2(e)
 };
 
-constexpr int decode_max_warps(int tiles) { return tiles == 1 ? 12 : 8; }
+// Warps of a block, the copying one included: a multiple of 4, so that each of the four register
+// files serves as few as possible. More than 7 warps with two tiles each need registers spilled;
+// only 15 or 16 query heads with 8 query tokens come to that.
+constexpr int decode_warps(int tiles, bool wide) { return tiles == 1 || wide ? 12 : 8; }
 
 // Floats of a partial result: value sums [D][8] of each tile, then reference and sum [2][8].
-__host__ __device__ inline long partial_floats(int D, int head_parts, int tiles) {
-  return (long)head_parts * tiles * (D * 8 + 16);
-}
-__host__ __device__ inline int decode_shared(int page_bytes, int warps, int tile_warps, int tiles, int stages) {
-  const int lanes = warps / tile_warps;
-  return lanes * stages * (page_bytes + 8) + warps * tiles * 64 + lanes * 4 + 16;
-}
+__host__ __device__ inline long partial_floats(int D, int tiles) { return (long)tiles * (D * 8 + 16); }
 
-// Which shares a row of pages [start, start + count) is spread over.
-struct Row {
+// The part of a row that a block works on; page positions count from the block's first page.
+struct Segment {
+  Request info;
+  int request, head;
+  int start;  // of the row: negative if another block has its beginning
+  int end;    // of the part
   int first_share, last_share;
-  bool first_is_second;  // the first share has the end of another row before it
-  DEV bool whole() const { return first_share == last_share; }
-  // A share has at most two rows in common with others: the one it starts in, and the one it ends in.
-  DEV int second(int share) const { return share == first_share && first_is_second; }
+  int16_t first_is_second;
+  int16_t more;  // whether the block has another part after it
 };
-// The last share that starts at or before `page`; share k starts at total * k / shares.
-DEV int share_of(long page, int total, int shares) {
-  const unsigned long x = (unsigned long)(page + 1) * shares - 1;
-  return x >> 32 ? (int)(x / (unsigned)total) : (int)((uint32_t)x / (uint32_t)total);
+static_assert(sizeof(Segment) == 48);
+
+// Shared memory, in this order: ring [lanes][stages], queries as they come, their fragments (only
+// where lanes are single warps, which all need the same ones), slot channels, barriers, the rest.
+struct SharedLayout {
+  int query, fragments, slots, segment, full, empty, ready, top, sum, parked, exponent, weight, running, last, bytes;
+};
+constexpr int MERGE_AT_ONCE = 32;  // shares
+__host__ __device__ inline SharedLayout shared_layout(int D, int page_bytes, int warps, int tile_warps, int tiles, int stages) {
+  const int lanes = warps / tile_warps, buffers = lanes * stages, rows = tile_warps * tiles * 8;
+  SharedLayout s;
+  s.query = buffers * page_bytes;
+  s.fragments = s.query + rows * D * 2;
+  s.slots = s.fragments + (tile_warps == 1 ? tiles * (D / 8 + 1) * 256 : 0);
+  s.segment = s.slots + (D + 16) * 2;
+  s.full = s.segment + 96;  // of this row and the next
+  s.empty = s.full + buffers * 8;
+  s.ready = s.empty + buffers * 8;  // queries and segment: filled, read
+  s.top = s.ready + 16;             // [warps][tiles][8]
+  s.sum = s.top + warps * tiles * 32;
+  s.weight = s.sum + warps * tiles * 32;  // [MERGE_AT_ONCE][8]
+  s.running = s.weight + MERGE_AT_ONCE * 32;  // [3][8]: reference, sum, factor
+  s.parked = s.running + 96;              // [lanes]: where a lane's sums are, or -1
+  s.exponent = s.parked + lanes * 4;      // [rows]
+  s.last = s.exponent + rows * 4;
+  s.bytes = s.last + 4;
+  return s;
 }
-DEV int share_start(int share, int total, int shares) {
-  const unsigned long x = (unsigned long)total * share;
-  return x >> 32 ? (int)(x / (unsigned)shares) : (int)((uint32_t)x / (uint32_t)shares);
-}
-DEV Row split_row(long low, int start, int count, int total, int shares) {
-  Row r;
-  r.first_share = share_of(low + start, total, shares), r.last_share = share_of(low + start + count - 1, total, shares);
-  r.first_is_second = share_start(r.first_share, total, shares) < low + start;
-  return r;
+__host__ __device__ inline int decode_shared(int D, int warps, int tile_warps, int tiles, int stages) {
+  return shared_layout(D, D == 64 ? Layout<64>::BYTES : Layout<128>::BYTES, warps, tile_warps, tiles, stages).bytes;
 }
 
-template <int D, bool BF16, int NT>
-__global__ void __launch_bounds__(decode_max_warps(NT) * 32, 1) decode_kernel(const __grid_constant__ DecodeParams P) {
+// A place in the sequence of rows.
+struct Cursor {
+  Request info;
+  int request, head, start, pages;
+  DEV void next(const Request* requests, int heads) {
+    start += pages;
+    if (++head == heads) {
+      head = 0;
+      do info = requests[++request]; while (total_pages(info) == 0);
+    }
+    pages = total_pages(info);
+  }
+};
+
+// The copying warp. Lane i fills the ring of page lane i whenever a buffer is free; lane 31 brings
+// the rows' queries. Nobody waits for anybody else.
+template <int D>
+DEV void copy_pages(const DecodeParams& P, uint8_t* memory, const SharedLayout& at_, int lane) {
+  using L = Layout<D>;
+  constexpr unsigned ALL = 0xffffffffu;
+  const Share* share = P.share + blockIdx.x;
+  const int lanes = P.warps / P.tile_warps, n = share->pages, heads = P.pages.heads;
+  const bool publisher = lane == 31;
+  int at = lane < lanes ? lane : n, id = 0;
+  Cursor c{share->info, share->request, share->head, -share->first, total_pages(share->info)};
+  const int4 shares = *reinterpret_cast<const int4*>(&share->first_share);
+  uint64_t* ready = reinterpret_cast<uint64_t*>(memory + at_.ready);
+  uint64_t* full = reinterpret_cast<uint64_t*>(memory + at_.full) + lane * P.stages;
+  uint64_t* empty = reinterpret_cast<uint64_t*>(memory + at_.empty) + lane * P.stages;
+  uint8_t* ring = memory + lane * P.stages * L::BYTES;
+  int stage = 0;
+  uint32_t parity = 1;  // of a first pass through a ring
+  bool publishing = publisher;
+  auto find = [&] {  // page `at`: its row, and its id if it is not one of the first
+    if (at >= n) return;
+    while (at >= c.start + c.pages) c.next(P.request, heads);
+    const int place = at - c.start, recent = place - sealed_pages(c.info);
+    id = at < FIRST_PAGES ? share->page[at]
+         : recent < 0     ? P.step.sealed_table[c.request * P.step.sealed_stride + place]
+                          : P.step.recent_table[c.request * P.step.recent_stride + recent_page(c.info, recent)];
+  };
+  if (!publisher) find();
+  while (true) {
+    if (publishing && barrier_test(ready + 1, parity)) {  // the previous row's queries have been read
+      Segment* segment = reinterpret_cast<Segment*>(memory + at_.segment) + (parity ^ 1);
+      parity ^= 1;
+      const bool first = c.start <= 0;
+      const int end = min(c.start + c.pages, n), queries = c.info.queries & 0xffff, token_bytes = P.group * D * 2;
+      *segment = Segment{c.info, c.request, c.head, c.start, end, first ? shares.x : (int)blockIdx.x,
+                  first ? shares.y : end < n ? (int)blockIdx.x : shares.w, (int16_t)(first ? shares.z : 1), (int16_t)(end < n)};
+      uint8_t* dst = memory + at_.query;
+      const uint8_t* src = static_cast<const uint8_t*>(P.q.query) + (c.info.query_start * P.q.query_token + c.head * P.group * D) * 2;
+      const uint8_t* slots = reinterpret_cast<const uint8_t*>(P.pages.slot_channel + c.head * L::SLOTS);
+#if S4KV_BULK
+      expect_bytes(ready, queries * token_bytes + L::SLOTS * 2);
+      for (int i = 0; i < queries; i++) bulk_copy(dst + i * token_bytes, src + i * P.q.query_token * 2, token_bytes, ready, false);
+      bulk_copy(memory + at_.slots, slots, L::SLOTS * 2, ready, false);
+#else
+      for (int i = 0; i < queries; i++)
+        for (int x = 0; x < token_bytes; x += 16) copy16(dst + i * token_bytes + x, src + i * P.q.query_token * 2 + x);
+      for (int x = 0; x < L::SLOTS * 2; x += 16) copy16(memory + at_.slots + x, slots + x);
+      copies_arrive(ready);
+#endif
+      publishing = end < n;
+      if (publishing) c.next(P.request, heads);
+    }
+    const bool go = at < n && barrier_test(empty + stage, parity);
+    const int recent = at - c.start - sealed_pages(c.info);
+    const uint8_t* src = recent < 0 ? P.pages.sealed + id * P.pages.sealed_page + c.head * P.pages.sealed_head
+                                    : P.pages.recent + id * P.pages.recent_page + c.head * P.pages.recent_head;
+    uint8_t* dst = ring + stage * L::BYTES;
+    uint64_t* bar = full + stage;
+    // New tokens are in recent pages only once store_and_seal is done, and a request that has just
+    // hit the cache may read pages that this very step seals.
+    if (P.q.overlap && go && (recent >= 0 || (c.info.queries & FRESH))) wait_for_previous();
+#if S4KV_BULK
+    // A bulk copy is issued by one lane at a time, so few and large ones.
+    if (go && recent < 0) expect_bytes(bar, L::BYTES), bulk_copy(dst, src, L::BYTES, bar, true);
+    if (go && recent >= 0) {
+      const int bytes = min(RECENT_TOKENS, c.info.seq_len - RECENT_TOKENS * recent_page(c.info, recent)) * L::RECENT_ROW;
+      expect_bytes(bar, 2 * bytes);
+      if (bytes == RECENT_TOKENS * L::RECENT_ROW) {
+        bulk_copy(dst, src, 2 * bytes, bar, true);
+      } else {
+        bulk_copy(dst, src, bytes, bar, true);
+        bulk_copy(dst + RECENT_TOKENS * L::RECENT_ROW, src + RECENT_TOKENS * L::RECENT_ROW, bytes, bar, true);
+      }
+    }
+#else
+    for (unsigned together = __ballot_sync(ALL, go); together; together &= together - 1) {  // one page after the other
+      const int who = __ffs(together) - 1;
+      const uint8_t* from = reinterpret_cast<const uint8_t*>(__shfl_sync(ALL, reinterpret_cast<unsigned long long>(src), who));
+      uint8_t* to = memory + __shfl_sync(ALL, (int)(dst - memory), who);
+      const int of_recent = __shfl_sync(ALL, recent < 0 ? -1 : RECENT_TOKENS * recent_page(c.info, recent), who);
+      const int valid = of_recent < 0 ? RECENT_TOKENS : min(RECENT_TOKENS, __shfl_sync(ALL, c.info.seq_len, who) - of_recent);
+      const int bytes = of_recent < 0 ? L::BYTES : 2 * RECENT_TOKENS * L::RECENT_ROW;
+      for (int i = lane * 16; i < bytes; i += 512)
+        if ((i / L::RECENT_ROW & 15) < valid) copy16(to + i, from + i);
+      copies_arrive(reinterpret_cast<uint64_t*>(memory + __shfl_sync(ALL, (int)(reinterpret_cast<uint8_t*>(bar) - memory), who)));
+    }
+#endif
+    if (go) {
+      at += lanes;
+      if (++stage == P.stages) stage = 0, parity ^= 1;
+      find();
+    }
+    if (!__any_sync(ALL, at < n || publishing)) return;
+    if (!__any_sync(ALL, go)) __nanosleep(20);
+  }
+}
+
+template <int D, bool BF16, int NT, bool WIDE>
+__global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(const __grid_constant__ DecodeParams P) {
   using L = Layout<D>;
   extern __shared__ __align__(128) uint8_t memory[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
-  const int tile_warps = P.tile_warps, head_parts = P.head_parts, stages = P.stages;
-  const int page_lanes = P.warps / tile_warps;               // of all heads
-  const int tile = warp % tile_warps, page_lane = warp / tile_warps;
-  const int part = page_lane % head_parts, step = page_lanes / head_parts;  // every step-th page is ours
-  const int head_groups = P.pages.heads / head_parts, tiles = tile_warps * NT;
-
-  uint8_t* ring = memory + page_lane * stages * L::BYTES;
-  uint64_t* full = reinterpret_cast<uint64_t*>(memory + page_lanes * stages * L::BYTES) + page_lane * stages;
-  float* s_top = reinterpret_cast<float*>(memory + page_lanes * stages * (L::BYTES + 8));  // [warps][NT * 8]
-  float* s_sum = s_top + P.warps * NT * 8;
-  int* s_held = reinterpret_cast<int*>(s_sum + P.warps * NT * 8);  // [page_lanes]
-  int* s_last = s_held + page_lanes;
-
-  const Share* share = P.share + blockIdx.x;
-  const int4 head = *reinterpret_cast<const int4*>(share);
-  Request info = share->info;
-  const int first_page = lane < FIRST_PAGES ? share->page[lane] : 0;
-  const int total = P.header->pages, shares = P.header->shares;
-  const int n = head.w;  // pages of this block; all positions below count from its first
-  if (n == 0) return;
-  const int low = share_start(blockIdx.x, total, shares);
-
-  // The copying side runs `stages` pages ahead of the computing side.
-  int p_at = page_lane / head_parts, p_request = head.x, p_group = head.y, p_start = -head.z, p_id = 0;
-  Request p_info = info;
-  auto locate = [&]() {
-    if (p_at >= n) return;
-    for (int count; p_at >= p_start + (count = total_pages(p_info));) {
-      p_start += count;
-      if (++p_group == head_groups) {
-        p_group = 0;
-        do p_info = P.request[++p_request]; while (total_pages(p_info) == 0);
-      }
-    }
-    if (p_at < FIRST_PAGES) {
-      p_id = __shfl_sync(0xffffffffu, first_page, p_at);
-    } else {
-      const int at = p_at - p_start, recent = at - sealed_pages(p_info);
-      p_id = recent < 0 ? P.step.sealed_table[p_request * P.step.sealed_stride + at]
-                        : P.step.recent_table[p_request * P.step.recent_stride + s4kv::recent_page(p_info, recent)];
-    }
-  };
-  auto copy_next = [&](int stage) {
-    if (p_at >= n) return;
-    const int recent = p_at - p_start - sealed_pages(p_info), h = p_group * head_parts + part;
-    uint8_t* dst = ring + stage * L::BYTES;
-    uint64_t* bar = full + stage;
-    if (recent < 0) {
-      const uint8_t* src = P.pages.sealed + p_id * P.pages.sealed_page + h * P.pages.sealed_head;
-      // A request that has just hit the cache may read pages that this very step seals.
-      if (P.q.overlap && (p_info.queries & FRESH)) wait_for_previous();
-#if S4KV_BULK
-      if (tile == 0 && lane == 0) expect_bytes(bar, L::BYTES), bulk_copy(dst, src, L::BYTES, bar);
-#else
-      for (int i = (tile * 32 + lane) * 16; i < L::BYTES; i += tile_warps * 512) copy16(dst + i, src + i);
-#endif
-    } else {
-      const uint8_t* src = P.pages.recent + p_id * P.pages.recent_page + h * P.pages.recent_head;
-      const int valid = min(RECENT_TOKENS, p_info.seq_len - RECENT_TOKENS * s4kv::recent_page(p_info, recent));
-      if (P.q.overlap) wait_for_previous();
-#if S4KV_BULK
-      if (tile == 0) {
-        if (lane == 0) expect_bytes(bar, valid * 4 * D);
-        __syncwarp();
-        if ((lane & 15) < valid) bulk_copy(dst + lane * L::RECENT_ROW, src + lane * 2 * D, 2 * D, bar);
-      }
-#else
-      for (int i = tile * 32 + lane; i < 32 * (D / 8); i += tile_warps * 32) {
-        const int row = i / (D / 8), at = i % (D / 8) * 16;
-        if ((row & 15) < valid) copy16(dst + row * L::RECENT_ROW + at, src + row * 2 * D + at);
-      }
-#endif
-    }
-#if !S4KV_BULK
-    copies_arrive(bar);
-#endif
-    p_at += step;
-    locate();
-  };
-  if (tid < page_lanes * stages)
-    barrier_init(reinterpret_cast<uint64_t*>(memory + page_lanes * stages * L::BYTES) + tid,
-                 S4KV_BULK ? 1 : tile_warps * 32);
+  const int tile_warps = P.tile_warps, stages = P.stages, lanes = P.warps / tile_warps;
+  const SharedLayout at_ = shared_layout(D, L::BYTES, P.warps, tile_warps, NT, stages);
+  if (P.share[blockIdx.x].pages == 0) return;
+  uint64_t* ready = reinterpret_cast<uint64_t*>(memory + at_.ready);
+  if (tid < lanes * stages) {
+    barrier_init(reinterpret_cast<uint64_t*>(memory + at_.full) + tid, S4KV_BULK ? 1 : 32);
+    barrier_init(reinterpret_cast<uint64_t*>(memory + at_.empty) + tid, tile_warps);
+  }
+  if (tid == 0) barrier_init(ready, 1), barrier_init(ready + 1, P.warps);
   fence_barrier_init();
   __syncthreads();
-  locate();
-  for (int i = 0; i < stages; i++) copy_next(i);
+  if (warp == P.warps) return copy_pages<D>(P, memory, at_, lane);
 
-  int at = page_lane / head_parts, request = head.x, group = head.y, start = -head.z, stage = 0;
-  uint32_t parity = 0;
+  const int tile = warp % tile_warps, page_lane = warp / tile_warps, tiles = tile_warps * NT;
+  const int threads = P.warps * 32;
+  uint8_t* ring = memory + page_lane * stages * L::BYTES;
+  uint64_t* full = reinterpret_cast<uint64_t*>(memory + at_.full) + page_lane * stages;
+  uint64_t* empty = reinterpret_cast<uint64_t*>(memory + at_.empty) + page_lane * stages;
+  float* s_top = reinterpret_cast<float*>(memory + at_.top);  // [warps][NT * 8]
+  float* s_sum = reinterpret_cast<float*>(memory + at_.sum);
+  int* s_parked = reinterpret_cast<int*>(memory + at_.parked);
+  int* s_exponent = reinterpret_cast<int*>(memory + at_.exponent);
+  int* s_last = reinterpret_cast<int*>(memory + at_.last);
+  auto sync = [&] { named_barrier(1, threads); };
+
+  int at = page_lane, stage = 0;
+  uint32_t parity = 0, ready_parity = 0;
   while (true) {
-    const int count = total_pages(info), end = min(start + count, n), h = group * head_parts + part;
-    const int rows = (info.queries & 0xffff) * P.group;
-    const int sealed_end = min(start + sealed_pages(info), end);
+    barrier_wait(ready, ready_parity);
+    // Read again where it is needed: registers are scarce.
+    const volatile Segment& s = reinterpret_cast<const volatile Segment*>(memory + at_.segment)[ready_parity];
+    ready_parity ^= 1;
+    const int rows = (s.info.queries & 0xffff) * P.group, end = s.end, start = s.start;
+    const int sealed_end_of_row = start + s.info.sealed / BLOCK, sealed_end = min(sealed_end_of_row, end);
+
+    // Query rows in float16, scaled by a power of two to [256, 512): times a key scale that is at
+    // most 4.3 (keys of a page are brought below 32), and exact for all but tiny elements.
+    uint32_t query[NT][L::DCHUNKS][2], slot_query[NT][L::KCHUNKS][2];
+    const uint16_t* q = reinterpret_cast<const uint16_t*>(memory + at_.query);
+    for (int row = warp; row < tiles * 8; row += P.warps) {
+      float v[D / 32], high = 0;
+      load_floats<BF16>(v, q + (row < rows ? row : 0) * D + lane * (D / 32));
+#pragma unroll
+      for (int i = 0; i < D / 32; i++) high = fmaxf(high, fabsf(v[i]));
+#pragma unroll
+      for (int d = 16; d; d >>= 1) high = fmaxf(high, shfl_xor(high, d));
+      if (lane == 0) s_exponent[row] = max((__float_as_int(high) >> 23) - 127 - 8, -100);
+    }
+    sync();
+    auto fragment = [&](int row, int kc) {  // of step kc: slots, then channels
+      uint32_t channel[4];
+      if (kc < L::KCHUNKS) {
+        const uint2 c4 = *reinterpret_cast<const uint2*>(memory + at_.slots + L::first_slot(kc, t) * 2);
+        channel[0] = c4.x & 0xffff, channel[1] = c4.x >> 16, channel[2] = c4.y & 0xffff, channel[3] = c4.y >> 16;
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; j++) channel[j] = L::first_slot(kc - L::KCHUNKS, t) + j;
+      }
+      const float down = row < rows ? power_of_two(-s_exponent[row]) : 0.f;
+      float v[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) v[j] = channel[j] < D ? unpack2<BF16>(q[(row < rows ? row : 0) * D + channel[j]]).x * down : 0.f;
+      return make_uint2(pack2<false>(v[0], v[1]), pack2<false>(v[2], v[3]));
+    };
+    if (tile_warps == 1) {  // every warp needs the same fragments: share the work
+      uint2* shared = reinterpret_cast<uint2*>(memory + at_.fragments);
+      constexpr int ALL = L::KCHUNKS + L::DCHUNKS;
+      for (int i = warp; i < NT * ALL; i += P.warps) shared[i * 32 + lane] = fragment(i / ALL * 8 + g, i % ALL);
+      sync();
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int kc = 0; kc < ALL; kc++) {
+          const uint2 v = shared[(n * ALL + kc) * 32 + lane];
+          uint32_t* to = kc < L::KCHUNKS ? slot_query[n][kc] : query[n][kc - L::KCHUNKS];
+          to[0] = v.x, to[1] = v.y;
+        }
+    } else {
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int kc = 0; kc < L::KCHUNKS + L::DCHUNKS; kc++) {
+          const uint2 v = fragment((tile * NT + n) * 8 + g, kc);
+          uint32_t* to = kc < L::KCHUNKS ? slot_query[n][kc] : query[n][kc - L::KCHUNKS];
+          to[0] = v.x, to[1] = v.y;
+        }
+    }
+    float scale[NT][2];
+    int exponent[NT];
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      const int* e = s_exponent + (tile * NT + n) * 8;
+      exponent[n] = e[g], scale[n][0] = P.scale * power_of_two(e[2 * t]), scale[n][1] = P.scale * power_of_two(e[2 * t + 1]);
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(ready + 1);
+
     State<D, NT> st;
     clear(st);
     int held = -1;
-    const uint16_t* q_row[NT];
-    bool q_valid[NT];
-#pragma unroll
-    for (int n_ = 0; n_ < NT; n_++) {
-      const int row = (tile * NT + n_) * 8 + g;
-      q_valid[n_] = row < rows;
-      const int r = q_valid[n_] ? row : 0;
-      q_row[n_] = reinterpret_cast<const uint16_t*>(P.q.query) + (info.query_start + r / P.group) * P.q.query_token +
-                  (h * P.group + r % P.group) * D;
-    }
-    auto release = [&](bool refill) {  // the stage just read
-      if (tile_warps == 1) __syncwarp(); else named_barrier(1 + page_lane, tile_warps * 32);
-      if (refill) copy_next(stage); else held = stage;
+    auto release = [&] {  // the page just read; the row's last one is kept to park sums in
+      __syncwarp();
+      at += lanes;
+      if (at < end) {
+        if (lane == 0) barrier_arrive(empty + stage);
+      } else {
+        held = stage;
+      }
       if (++stage == stages) stage = 0, parity ^= 1;
     };
-    uint32_t query[NT][L::DCHUNKS][2];
-    auto load_query = [&]() {
-#pragma unroll
-      for (int n_ = 0; n_ < NT; n_++)
-#pragma unroll
-        for (int kc = 0; kc < L::DCHUNKS; kc++) {
-          const uint2 v = *reinterpret_cast<const uint2*>(q_row[n_] + L::first_slot(kc, t));
-          query[n_][kc][0] = q_valid[n_] ? v.x : 0, query[n_][kc][1] = q_valid[n_] ? v.y : 0;
-        }
-    };
-    load_query();
     if (at < sealed_end) {
-      // Query rows in float16, scaled by a power of two to [256, 512): times a key scale that is
-      // at most 4.3 (keys of a page are brought below 32), and exact for all but tiny elements.
-      uint32_t slot_query[NT][L::KCHUNKS][2];
-      float scale[NT][2];
-#pragma unroll
-      for (int n_ = 0; n_ < NT; n_++) {
-        float high = 0;
-#pragma unroll
-        for (int kc = 0; kc < L::DCHUNKS; kc++)
-#pragma unroll
-          for (int j = 0; j < 2; j++) {
-            const float2 v = unpack2<BF16>(query[n_][kc][j]);
-            high = fmaxf(high, fmaxf(fabsf(v.x), fabsf(v.y)));
-          }
-        high = fmaxf(high, shfl_xor(high, 1)), high = fmaxf(high, shfl_xor(high, 2));
-        const int e = max((__float_as_int(high) >> 23) - 127 - 8, -100);
-        const float down = power_of_two(-e), row_scale = P.scale * power_of_two(e);
-        scale[n_][0] = __shfl_sync(0xffffffffu, row_scale, 8 * t);
-        scale[n_][1] = __shfl_sync(0xffffffffu, row_scale, 8 * t + 4);
-#pragma unroll
-        for (int kc = 0; kc < L::KCHUNKS; kc++) {
-          const uint2 c4 = *reinterpret_cast<const uint2*>(P.pages.slot_channel + h * L::SLOTS + L::first_slot(kc, t));
-          const uint32_t channel[4] = {c4.x & 0xffff, c4.x >> 16, c4.y & 0xffff, c4.y >> 16};
-          float v[4];
-#pragma unroll
-          for (int j = 0; j < 4; j++) {
-            const uint32_t raw = q_row[n_][channel[j] & (D - 1)];
-            v[j] = q_valid[n_] && channel[j] < D ? unpack2<BF16>(raw).x * down : 0.f;
-          }
-          slot_query[n_][kc][0] = pack2<false>(v[0], v[1]), slot_query[n_][kc][1] = pack2<false>(v[2], v[3]);
-        }
-#pragma unroll
-        for (int kc = 0; kc < L::DCHUNKS; kc++)
-#pragma unroll
-          for (int j = 0; j < 2; j++) {
-            const float2 v = unpack2<BF16>(query[n_][kc][j]);
-            query[n_][kc][j] = pack2<false>(v.x * down, v.y * down);
-          }
-      }
-      for (; at < sealed_end; at += step) {
+      while (at < sealed_end) {
         barrier_wait(full + stage, parity);
         sealed_page<D, NT>(ring + stage * L::BYTES, lane, at == start, slot_query, query, scale, st);
-        release(at + step < end);
+        release();
       }
       finish_sealed<D, NT>(lane, st);
-      if (at < end) load_query();
     }
     if (at < end) {
+      const int seq_len = s.info.seq_len, row_sealed = s.info.sealed;
       int last[NT][2];
 #pragma unroll
-      for (int n_ = 0; n_ < NT; n_++)
+      for (int n = 0; n < NT; n++) {
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-          const int row = (tile * NT + n_) * 8 + 2 * t + c;
-          last[n_][c] = info.seq_len - 1 - (row < rows ? (rows - 1 - row) / P.group : 0);
+          const int row = (tile * NT + n) * 8 + 2 * t + c;
+          last[n][c] = seq_len - 1 - (row < rows ? (rows - 1 - row) / P.group : 0);
         }
-      for (; at < end; at += step) {
-        const int first_token = RECENT_TOKENS * s4kv::recent_page(info, at - start - sealed_pages(info));
+        const float up = power_of_two(exponent[n]);
+#pragma unroll
+        for (int kc = 0; kc < L::DCHUNKS; kc++)
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            const float2 v = unpack2<false>(query[n][kc][j]);
+            query[n][kc][j] = pack2<BF16>(v.x * up, v.y * up);
+          }
+      }
+      while (at < end) {
+        const int first_token = RECENT_TOKENS * recent_page_of(row_sealed, at - sealed_end_of_row);
         barrier_wait(full + stage, parity);
-        recent_page<D, BF16, NT>(ring + stage * L::BYTES, lane, first_token,
-                                 min(RECENT_TOKENS, info.seq_len - first_token), last, query, P.scale, st);
-        release(at + step < end);
+        recent_page<D, BF16, NT>(ring + stage * L::BYTES, lane, first_token, min(RECENT_TOKENS, seq_len - first_token),
+                                 last, query, P.scale, st);
+        release();
       }
     }
 
     // Sum over the block's lanes: the common reference of each query row, then the value sums, two
     // tiles of a lane at a time through the page buffer that the lane read last.
-    if (lane == 0 && tile == 0) s_held[page_lane] = held;
+    if (lane == 0 && tile == 0) s_parked[page_lane] = held < 0 ? -1 : (page_lane * stages + held) * L::BYTES;
     if (lane < 4)
 #pragma unroll
-      for (int n_ = 0; n_ < NT; n_++)
-        *reinterpret_cast<float2*>(s_top + (warp * NT + n_) * 8 + 2 * t) = make_float2(st.top[n_][0], st.top[n_][1]);
-    __syncthreads();
+      for (int n = 0; n < NT; n++)
+        *reinterpret_cast<float2*>(s_top + (warp * NT + n) * 8 + 2 * t) = make_float2(st.top[n][0], st.top[n][1]);
+    sync();
 #pragma unroll
-    for (int n_ = 0; n_ < NT; n_++) {
+    for (int n = 0; n < NT; n++) {
       float2 top = make_float2(NEVER, NEVER);
 #pragma unroll 4
-      for (int k = 0; k < step; k++) {
-        const float2 v = *reinterpret_cast<const float2*>(
-            s_top + (((k * head_parts + part) * tile_warps + tile) * NT + n_) * 8 + 2 * t);
+      for (int k = 0; k < lanes; k++) {
+        const float2 v = *reinterpret_cast<const float2*>(s_top + ((k * tile_warps + tile) * NT + n) * 8 + 2 * t);
         top.x = fmaxf(top.x, v.x), top.y = fmaxf(top.y, v.y);
       }
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        const float f = exp2_approx(st.top[n_][c] - (c ? top.y : top.x));
-        float sum = st.sum[n_][c] * f;
+        const float f = exp2_approx(st.top[n][c] - (c ? top.y : top.x));
+        float sum = st.sum[n][c] * f;
 #pragma unroll
         for (int d = 4; d < 32; d <<= 1) sum += shfl_xor(sum, d);
-        if (lane < 4) s_sum[(warp * NT + n_) * 8 + 2 * t + c] = sum;
+        if (lane < 4) s_sum[(warp * NT + n) * 8 + 2 * t + c] = sum;
 #pragma unroll
-        for (int i = 0; i < D / 16; i++) st.o[n_][i][c] *= f, st.o[n_][i][c + 2] *= f;
+        for (int i = 0; i < D / 16; i++) st.o[n][i][c] *= f, st.o[n][i][c + 2] *= f;
       }
     }
-    const Row row_at = split_row(low, start, count, total, shares);
-    const long stride = partial_floats(D, head_parts, tiles);
-    const int row8 = tid & 7, channel0 = tid >> 3, channels = P.warps * 4;  // a thread's row and every which channel
-    auto store = [&](int head_part, int row, int channel, float v) {
-      const long to = (info.query_start + row / P.group) * P.q.out_token +
-                      ((group * head_parts + head_part) * P.group + row % P.group) * D + channel;
+    const bool whole = s.first_share == s.last_share;
+    const long stride = partial_floats(D, tiles);
+    // A share has at most two rows in common with others: the one it starts in, and the one it ends in.
+    auto partial = [&](int share) {
+      return P.q.partial + (2 * share + (share == s.first_share && s.first_is_second)) * stride;
+    };
+    auto store = [&](int row, int channel, float v) {
+      if (row >= rows) return;
+      const long to = (s.info.query_start + row / P.group) * P.q.out_token + (s.head * P.group + row % P.group) * D + channel;
       if constexpr (BF16) static_cast<__nv_bfloat16*>(P.q.out)[to] = __float2bfloat16(v);
       else static_cast<__half*>(P.q.out)[to] = __float2half(v);
     };
@@ -292,114 +378,116 @@ __global__ void __launch_bounds__(decode_max_warps(NT) * 32, 1) decode_kernel(co
     for (int round = 0; 2 * round < tiles; round++) {
       if (held >= 0)
 #pragma unroll
-        for (int n_ = 0; n_ < NT; n_++)
-          if ((tile * NT + n_) / 2 == round) {
-            float* to = reinterpret_cast<float*>(ring + held * L::BYTES) + ((tile * NT + n_) & 1) * D * 8;
+        for (int n = 0; n < NT; n++)
+          if ((tile * NT + n) / 2 == round) {
+            float* to = reinterpret_cast<float*>(ring + held * L::BYTES) + ((tile * NT + n) & 1) * D * 8;
 #pragma unroll
             for (int i = 0; i < D / 16; i++) {
-              *reinterpret_cast<float2*>(to + (i * 16 + g) * 8 + 2 * t) = make_float2(st.o[n_][i][0], st.o[n_][i][1]);
-              *reinterpret_cast<float2*>(to + (i * 16 + 8 + g) * 8 + 2 * t) = make_float2(st.o[n_][i][2], st.o[n_][i][3]);
+              *reinterpret_cast<float2*>(to + (i * 16 + g) * 8 + 2 * t) = make_float2(st.o[n][i][0], st.o[n][i][1]);
+              *reinterpret_cast<float2*>(to + (i * 16 + 8 + g) * 8 + 2 * t) = make_float2(st.o[n][i][2], st.o[n][i][3]);
             }
           }
-      __syncthreads();
-      for (int head_part = 0; head_part < head_parts; head_part++)
-        for (int in_tile = 2 * round; in_tile < min(2 * round + 2, tiles); in_tile++) {
-          float* mine = P.q.partial + (2 * blockIdx.x + row_at.second(blockIdx.x)) * stride + (head_part * tiles + in_tile) * (D * 8 + 16);
-          float sum = 0, top = NEVER;
+      sync();
+      for (int in_tile = 2 * round; in_tile < min(2 * round + 2, tiles); in_tile++) {
+        float* mine = partial(blockIdx.x) + in_tile * (D * 8 + 16);
+        for (int i = tid; i < D * 2; i += threads) {  // one channel, four rows
+          const int half = (i & 1) * 4;
+          float v[4] = {0, 0, 0, 0}, sum[4] = {0, 0, 0, 0};
 #pragma unroll 4
-          for (int k = 0; k < step; k++) {
-            const int from = (((k * head_parts + head_part) * tile_warps + in_tile / NT) * NT + in_tile % NT) * 8 + row8;
-            sum += s_sum[from], top = fmaxf(top, s_top[from]);
-          }
-          if (!row_at.whole() && channel0 == 0) mine[D * 8 + row8] = top, mine[D * 8 + 8 + row8] = sum;
-          const float by = row_at.whole() ? __frcp_rn(sum) : 1.f;
-          const int row = in_tile * 8 + row8;
-          for (int c = channel0; c < D; c += 4 * channels) {
-            float v[4] = {0, 0, 0, 0};
-#pragma unroll 2
-            for (int k = 0; k < step; k++) {
-              const int from = k * head_parts + head_part, kept = s_held[from];
-              if (kept < 0) continue;
-              const float* o = reinterpret_cast<const float*>(memory + (from * stages + kept) * L::BYTES) + (in_tile & 1) * D * 8 + row8;
-#pragma unroll
-              for (int j = 0; j < 4; j++)
-                if (c + j * channels < D) v[j] += o[(c + j * channels) * 8];
+          for (int k = 0; k < lanes; k++) {
+            const float4 l = *reinterpret_cast<const float4*>(s_sum + (k * tile_warps * NT + in_tile) * 8 + half);
+            sum[0] += l.x, sum[1] += l.y, sum[2] += l.z, sum[3] += l.w;
+            const int from = s_parked[k];
+            if (from >= 0) {
+              const float4 o = *reinterpret_cast<const float4*>(memory + from + (in_tile & 1) * D * 32 + i * 16);
+              v[0] += o.x, v[1] += o.y, v[2] += o.z, v[3] += o.w;
             }
+          }
+          if (whole) {
 #pragma unroll
-            for (int j = 0; j < 4; j++)
-              if (c + j * channels < D) {
-                if (!row_at.whole()) mine[(c + j * channels) * 8 + row8] = v[j];
-                else if (row < rows) store(head_part, row, c + j * channels, v[j] * by);
-              }
+            for (int j = 0; j < 4; j++) store(in_tile * 8 + half + j, i >> 1, v[j] * __frcp_rn(sum[j]));
+          } else {
+            *reinterpret_cast<float4*>(mine + i * 4) = make_float4(v[0], v[1], v[2], v[3]);
+            if (i < 2) *reinterpret_cast<float4*>(mine + D * 8 + 8 + half) = make_float4(sum[0], sum[1], sum[2], sum[3]);
           }
         }
-      fence_async_proxy();
-      __syncthreads();
-    }
-    if (held >= 0 && end < n) copy_next(held);
-    if (!row_at.whole()) {
-      int* arrivals = P.q.arrivals + request * head_groups + group;
-      if (tid == 0) {
-        __threadfence();
-        const int before = atomicAdd(arrivals, 1);
-        *s_last = before == row_at.last_share - row_at.first_share;
-        if (*s_last) *arrivals = 0, __threadfence();
+        if (!whole && tid < 8) {
+          float top = NEVER;
+          for (int k = 0; k < lanes; k++) top = fmaxf(top, s_top[(k * tile_warps * NT + in_tile) * 8 + tid]);
+          mine[D * 8 + tid] = top;
+        }
       }
-      __syncthreads();
+      fence_async_proxy();
+      sync();
+    }
+    if (held >= 0 && lane == 0) barrier_arrive(empty + held);
+    if (!whole) {
+      if (tid == 0) {
+        int* arrivals = P.q.arrivals + s.request * P.pages.heads + s.head;
+        const bool last = atomic_add_acq_rel(arrivals, 1) == s.last_share - s.first_share;
+        if (last) *arrivals = 0;
+        *s_last = last;
+      }
+      sync();
       if (*s_last) {
-        // Lane (k % 4, row) looks after the weights of every fourth share, for all of its warp.
-        const int shares_here = row_at.last_share - row_at.first_share + 1;
-        for (int head_part = 0; head_part < head_parts; head_part++)
-          for (int in_tile = 0; in_tile < tiles; in_tile++) {
-            const int row = in_tile * 8 + row8;
-            const float* from0 = P.q.partial + (head_part * tiles + in_tile) * (D * 8 + 16);
-            auto from = [&](int k) {
-              const int share_ = row_at.first_share + min(k, shares_here - 1);
-              return from0 + (2 * share_ + row_at.second(share_)) * stride;
-            };
-            float top = NEVER, sum = 0;
-#pragma unroll 4
-            for (int k = lane >> 3; k < shares_here; k += 4) top = fmaxf(top, __ldcg(from(k) + D * 8 + row8));
-            top = fmaxf(top, shfl_xor(top, 8)), top = fmaxf(top, shfl_xor(top, 16));
-#pragma unroll 4
-            for (int k = lane >> 3; k < shares_here; k += 4)
-              sum += exp2_approx(__ldcg(from(k) + D * 8 + row8) - top) * __ldcg(from(k) + D * 8 + 8 + row8);
-            sum += shfl_xor(sum, 8), sum += shfl_xor(sum, 16);
-            const float by = __frcp_rn(sum);
-            for (int c = channel0; c - (channel0 & 3) < D; c += 4 * channels) {  // as long as any of the warp has work
-              float v[4] = {0, 0, 0, 0};
-              for (int k = 0; k < shares_here; k += 16) {
-                float weight[4], o[16][4];
+        const int count = s.last_share - s.first_share + 1;
+        float* weight = reinterpret_cast<float*>(memory + at_.weight);
+        float* running = reinterpret_cast<float*>(memory + at_.running);
+        for (int in_tile = 0; in_tile < tiles; in_tile++) {
+          auto from = [&](int k) { return partial(s.first_share + k) + in_tile * (D * 8 + 16); };
+          for (int first_channel = 0; first_channel < D; first_channel += threads / 2) {
+            const int i = first_channel * 2 + tid, half = (i & 1) * 4;
+            float v[4] = {0, 0, 0, 0};
+            for (int base = 0; base < count; base += MERGE_AT_ONCE) {
+              const int here = min(MERGE_AT_ONCE, count - base);
+              constexpr int AHEAD = 8;
+              float4 o[AHEAD];
 #pragma unroll
-                for (int i = 0; i < 16; i++)
+              for (int k = 0; k < AHEAD; k++)
+                if (k < here && i < D * 2) o[k] = __ldcg(reinterpret_cast<const float4*>(from(base + k)) + i);
+              // A warp a row: the weight of each share.
+              for (int row = warp; row < 8; row += P.warps) {
+                float t_ = NEVER, s_ = 0;
+                if (lane < here) t_ = __ldcg(from(base + lane) + D * 8 + row), s_ = __ldcg(from(base + lane) + D * 8 + 8 + row);
+                float high = t_;
 #pragma unroll
-                  for (int j = 0; j < 4; j++)
-                    o[i][j] = k + i < shares_here && c + j * channels < D ? __ldcg(from(k + i) + (c + j * channels) * 8 + row8) : 0.f;
+                for (int d = 16; d; d >>= 1) high = fmaxf(high, shfl_xor(high, d));
+                const float before = base ? running[row] : NEVER;
+                high = fmaxf(high, before);
+                const float w = exp2_approx(t_ - high), f = exp2_approx(before - high);
+                float sum = w * s_;
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                  const int mine = k + 4 * i + (lane >> 3);
-                  weight[i] = mine < shares_here ? exp2_approx(__ldcg(from(mine) + D * 8 + row8) - top) : 0.f;
-                }
+                for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
+                weight[lane * 8 + row] = w;
+                __syncwarp();
+                if (lane == 0) running[8 + row] = (base ? running[8 + row] * f : 0.f) + sum, running[row] = high, running[16 + row] = f;
+              }
+              sync();
+              if (i < D * 2) {
 #pragma unroll
-                for (int i = 0; i < 16; i++) {
-                  const float w = __shfl_sync(0xffffffffu, weight[i >> 2], (i & 3) * 8 + row8);
+                for (int j = 0; j < 4; j++) v[j] *= running[16 + half + j];
+                for (int k0 = 0; k0 < here; k0 += AHEAD) {
 #pragma unroll
-                  for (int j = 0; j < 4; j++) v[j] += w * o[i][j];
+                  for (int k = 0; k < AHEAD; k++)
+                    if (k0 && k0 + k < here) o[k] = __ldcg(reinterpret_cast<const float4*>(from(base + k0 + k)) + i);
+#pragma unroll
+                  for (int k = 0; k < AHEAD; k++)
+                    if (k0 + k < here) {
+                      const float4 w = *reinterpret_cast<const float4*>(weight + (k0 + k) * 8 + half);
+                      v[0] += w.x * o[k].x, v[1] += w.y * o[k].y, v[2] += w.z * o[k].z, v[3] += w.w * o[k].w;
+                    }
                 }
               }
+              if (base + MERGE_AT_ONCE >= count && i < D * 2)
 #pragma unroll
-              for (int j = 0; j < 4; j++)
-                if (c + j * channels < D && row < rows) store(head_part, row, c + j * channels, v[j] * by);
+                for (int j = 0; j < 4; j++) store(in_tile * 8 + half + j, i >> 1, v[j] * __frcp_rn(running[8 + half + j]));
+              sync();
             }
           }
+        }
       }
     }
-    if (end >= n) break;
-    start += count;
-    if (++group == head_groups) {
-      group = 0;
-      do info = P.request[++request]; while (total_pages(info) == 0);
-    }
+    if (!s.more) return;
   }
 }
 

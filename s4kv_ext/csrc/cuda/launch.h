@@ -23,7 +23,7 @@ struct Pages {
   bool bf16;
 };
 
-void plan_step(const StepTables&, const Plan&, int max_queries, int head_groups, int min_pages, cudaStream_t);
+void plan_step(const StepTables&, const Plan&, int max_queries, int heads, int min_pages, cudaStream_t);
 
 struct NewTokens {
   const void* key;  // [T, H, D], heads of a token contiguous
@@ -34,10 +34,9 @@ void store_and_seal(const Pages&, const NewTokens&, const StepTables&, const Pla
 
 struct DecodeShape {
   int group;       // query heads a KV head
-  int head_parts;  // KV heads read side by side by one thread block
   int tile_warps;  // warps that share a page, each with its own query rows
   int tiles;       // tiles of 8 query rows a warp: 1 or 2
-  int warps;       // of a thread block
+  int warps;       // of a thread block, without the one that copies
   int stages;      // of a page lane's ring
 };
 struct Queries {

@@ -28,9 +28,7 @@ struct Layout {
   static_assert(BYTES % 32 == 0 && KEY_SCALE % 16 == 0 && KEY_OFFSET % 16 == 0 && VALUE_CODE % 16 == 0 &&
                 VALUE_SCALE % 16 == 0 && EXPONENTS % 16 == 0);
 
-  // A recent page in shared memory: 16 key rows, 16 value rows, each padded by 16 bytes so that
-  // eight rows start in eight different banks.
-  static constexpr int RECENT_ROW = D * 2 + 16;
+  static constexpr int RECENT_ROW = D * 2;  // a recent page: 16 key rows, 16 value rows
   static_assert(2 * RECENT_TOKENS * RECENT_ROW <= BYTES);
 
   // First of the four neighbouring slots (or channels) that lane % 4 == t holds of k16 step kc.

@@ -43,15 +43,62 @@ __device__ int find(const int* start, int n, int x) {
   return low;
 }
 
-__global__ void __launch_bounds__(THREADS) plan_kernel(StepTables s, Plan p, int max_queries, int head_groups,
+// How many shares `total` pages in `rows` rows (a row is one head of one request) are cut into.
+// Where rows are about equally long, a number that lets cuts fall between rows: a row that is read
+// by one thread block needs no merge.
+__device__ int choose_shares(int total, int rows, int longest, int grid, int min_pages) {
+  int shares = min(grid, (total + min_pages - 1) / min_pages);
+  if (rows == 0 || (long)longest * rows > total + total / 16) return shares;
+  if (rows <= grid && longest <= 2 * min_pages) return rows;
+  const int turns = (rows + shares - 1) / shares;
+  const int aligned = rows <= shares ? shares / rows * rows : (rows + turns - 1) / turns;
+  return aligned * 8 >= shares * 7 ? aligned : shares;
+}
+
+struct Place {
+  int request, head, page, count;  // page: of that head, which has `count`
+};
+struct Heads {
+  const int* pages;  // of one head before each request; [requests + 1]
+  int requests, heads, total, shares;
+
+  __device__ Place locate(int page) const {
+    int a = 0, b = requests;  // requests without pages are never found: the search takes the last of equals
+    while (b - a > 1) {
+      const int mid = (a + b) >> 1;
+      if (pages[mid] * heads <= page) a = mid; else b = mid;
+    }
+    const int count = pages[a + 1] - pages[a], rest = page - pages[a] * heads;
+    return {a, rest / count, rest % count, count};
+  }
+  // Equal shares, but a cut that falls close to the end of a row is moved there.
+  __device__ int share_start(int k) const {
+    const int x = (int)((long)total * k / shares);
+    if (x <= 0 || x >= total) return x;
+    const Place at = locate(x);
+    const int near = total / shares / 16;
+    return at.page <= near ? x - at.page : at.count - at.page <= near ? x + at.count - at.page : x;
+  }
+  __device__ int share_of(int page) const {
+    int k = (int)(((long)(page + 1) * shares - 1) / total);
+    while (k + 1 < shares && share_start(k + 1) <= page) k++;
+    while (share_start(k) > page) k--;
+    return k;
+  }
+};
+
+__global__ void __launch_bounds__(THREADS) plan_kernel(StepTables s, Plan p, int max_queries, int heads,
                                                        int min_pages) {
   extern __shared__ int memory[];
   const int n = s.requests;
   int* rows = memory;             // query_start, then
-  int* pages = rows + n + 1;      // pages before each request, of one head group, and
+  int* pages = rows + n + 1;      // pages of one head before each request, and
   int* seals = pages + n + 1;     // seals before each request
   Request* request = reinterpret_cast<Request*>(seals + n + 1 + (-(3 * (n + 1)) & 3));
   __shared__ int2 scratch[32];
+  __shared__ int active, longest;  // requests with pages; pages of the longest one's heads
+  if (threadIdx.x == 0) active = longest = 0;
+  __syncthreads();
   int2 carry = make_int2(0, 0);
   for (int base = 0; base < n; base += THREADS) {
     const int i = base + threadIdx.x;
@@ -73,6 +120,7 @@ __global__ void __launch_bounds__(THREADS) plan_kernel(StepTables s, Plan p, int
       }
       request[i] = r;
     }
+    if (count.x) atomicAdd(&active, 1), atomicMax(&longest, count.x);
     const int2 sum = scan(count, scratch);
     if (i < n) {
       pages[i] = carry.x + sum.x - count.x;
@@ -93,8 +141,8 @@ __global__ void __launch_bounds__(THREADS) plan_kernel(StepTables s, Plan p, int
       __syncthreads();
     }
   }
-  const int total = pages[n] * head_groups;
-  const int shares = min(p.grid, (total + min_pages - 1) / min_pages);
+  const int total = pages[n] * heads;
+  const int shares = choose_shares(total, active * heads, longest, p.grid, min_pages);
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.header = {total, shares, min(seals[n], p.max_seals), {0, 0, 0, 0, 0}};
 
   const int stride = gridDim.x * THREADS, first = blockIdx.x * THREADS + threadIdx.x;
@@ -108,7 +156,8 @@ __global__ void __launch_bounds__(THREADS) plan_kernel(StepTables s, Plan p, int
     p.slot[token] = slot;
   }
 
-  // A warp a share. Requests without pages are never found: the search takes the last of equals.
+  // A warp a share.
+  const Heads of{pages, n, heads, total, shares};
   for (int k = first >> 5; k < p.grid; k += stride >> 5) {
     const int lane = threadIdx.x & 31;
     Share* out = p.share + k;
@@ -116,46 +165,35 @@ __global__ void __launch_bounds__(THREADS) plan_kernel(StepTables s, Plan p, int
       if (lane == 0) out->pages = 0;
       continue;
     }
-    const int low = (int)((long)total * k / shares), high = (int)((long)total * (k + 1) / shares);
-    auto locate = [&](int page, int& i, int& group) {  // -> page within (request, head group)
-      int a = 0, b = n;
-      while (b - a > 1) {
-        const int mid = (a + b) >> 1;
-        if (pages[mid] * head_groups <= page) a = mid; else b = mid;
-      }
-      i = a;
-      const int of_group = pages[a + 1] - pages[a], rest = page - pages[a] * head_groups;
-      group = rest / of_group;
-      return rest % of_group;
-    };
-    int i, group;
-    if (lane < FIRST_PAGES) {
-      int id = 0;
-      if (low + lane < high) {
-        const int place = locate(low + lane, i, group);
-        const Request r = request[i];
-        const int n_sealed = sealed_pages(r);
-        id = place < n_sealed ? s.sealed_table[i * s.sealed_stride + place]
-                              : s.recent_table[i * s.recent_stride + recent_page(r, place - n_sealed)];
-      }
-      out->page[lane] = id;
+    const int low = of.share_start(k), high = of.share_start(k + 1);
+    int id = 0;
+    if (low + lane < high) {
+      const Place at = of.locate(low + lane);
+      const Request r = request[at.request];
+      const int recent = at.page - sealed_pages(r);
+      id = recent < 0 ? s.sealed_table[at.request * s.sealed_stride + at.page]
+                      : s.recent_table[at.request * s.recent_stride + recent_page(r, recent)];
     }
-    if (lane == 0) {
-      out->first = locate(low, i, group);
-      out->request = i, out->head_group = group, out->pages = high - low;
-      out->info = request[i];
+    out->page[lane] = id;
+    if (lane == 0 && low == high) out->pages = 0;
+    if (lane == 0 && low < high) {
+      const Place at = of.locate(low), last = of.locate(high - 1);
+      out->request = at.request, out->head = at.head, out->first = at.page, out->pages = high - low;
+      out->info = request[at.request];
+      out->first_share = of.share_of(low - at.page), out->last_share = of.share_of(low - at.page + at.count - 1);
+      out->first_is_second = of.share_start(out->first_share) < low - at.page;
+      out->end_last_share = of.share_of(high - 1 - last.page + last.count - 1);
     }
   }
 }
 
 }  // namespace
 
-void plan_step(const StepTables& s, const Plan& p, int max_queries, int head_groups, int min_pages,
-               cudaStream_t stream) {
+void plan_step(const StepTables& s, const Plan& p, int max_queries, int heads, int min_pages, cudaStream_t stream) {
   const int work = p.tokens > p.grid * 32 ? p.tokens : p.grid * 32;
   const int blocks = (work + THREADS - 1) / THREADS < 16 ? (work + THREADS - 1) / THREADS : 16;
   const int bytes = (3 * (s.requests + 1) + 4) * 4 + s.requests * (int)sizeof(Request);
-  plan_kernel<<<blocks, THREADS, bytes, stream>>>(s, p, max_queries, head_groups, min_pages);
+  plan_kernel<<<blocks, THREADS, bytes, stream>>>(s, p, max_queries, heads, min_pages);
   check_launch("plan_step");
 }
 

@@ -30,21 +30,24 @@ __host__ __device__ inline int total_pages(const Request& r) {
   return (r.queries & 0xffff) == 0 ? 0 : sealed_pages(r) + (r.sealed > 0) + (r.seq_len + 15) / 16 - r.sealed / 16;
 }
 // Which of the request's recent pages comes k-th, and the first token it holds is 16 times that.
-__host__ __device__ inline int recent_page(const Request& r, int k) {
-  return r.sealed == 0 || k == 0 ? k : r.sealed / 16 + k - 1;
-}
+__host__ __device__ inline int recent_page_of(int sealed, int k) { return sealed == 0 || k == 0 ? k : sealed / 16 + k - 1; }
+__host__ __device__ inline int recent_page(const Request& r, int k) { return recent_page_of(r.sealed, k); }
 
-// Where a thread block of the decode kernel starts; 128 bytes, so that one load brings the block
-// everything its first copies need.
-constexpr int FIRST_PAGES = 24;
+// What a thread block of the decode kernel reads: `pages` pages of a sequence in which the KV heads
+// of all requests follow each other. Everything its first copies need is in here.
+constexpr int FIRST_PAGES = 32;
 struct __align__(16) Share {
-  int request, head_group;
-  int first;  // its first page, counted from the start of (request, head group)
-  int pages;  // how many it reads
+  int request, head;
+  int first;  // its first page, counted from the start of (request, head)
+  int pages;
   Request info;
+  // Shares that the head it starts in is spread over, and whether the first of them starts with
+  // the end of another head; the last share of the head it ends in.
+  int first_share, last_share, first_is_second, end_last_share;
+  int unused[4];
   int page[FIRST_PAGES];
 };
-static_assert(sizeof(Share) == 128);
+static_assert(sizeof(Share) == 192);
 
 struct __align__(16) Seal {
   int request, start;  // block of tokens [start, start + 64)
@@ -53,7 +56,7 @@ struct __align__(16) Seal {
 };
 
 struct Header {
-  int pages;   // of all requests and head groups
+  int pages;   // of all requests and heads
   int shares;  // thread blocks that have work
   int seals;
   int unused[5];

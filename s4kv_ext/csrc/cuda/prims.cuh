@@ -74,6 +74,18 @@ DEV uint32_t high_twice(uint32_t v) { return __byte_perm(v, 0, 0x3232); }
 DEV void barrier_init(uint64_t* b, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_address(b)), "r"(arrivals) : "memory");
 }
+DEV void barrier_arrive(uint64_t* b) {
+  asm volatile("{.reg .b64 s;\nmbarrier.arrive.shared.b64 s, [%0];\n}" ::"r"(smem_address(b)) : "memory");
+}
+// Whether the phase of this parity is over, without waiting.
+DEV bool barrier_test(uint64_t* b, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(smem_address(b)), "r"(parity)
+               : "memory");
+  return done;
+}
 DEV void barrier_wait(uint64_t* b, uint32_t parity) {
 #if S4KV_BULK
   asm volatile("{.reg .pred p;\nL_%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra L_%=;\n}" ::"r"(
@@ -103,8 +115,16 @@ DEV void expect_bytes(uint64_t* b, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(b)), "r"(bytes) : "memory");
 #endif
 }
-DEV void bulk_copy(void* dst, const void* src, uint32_t bytes, uint64_t* b) {
+// once: nobody else will read these bytes soon.
+DEV void bulk_copy(void* dst, const void* src, uint32_t bytes, uint64_t* b, bool once) {
 #if S4KV_BULK
+  if (!once) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     smem_address(dst)),
+                 "l"(src), "r"(bytes), "r"(smem_address(b))
+                 : "memory");
+    return;
+  }
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
@@ -122,6 +142,12 @@ DEV void copies_arrive(uint64_t* b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_address(b)) : "memory");
 }
 DEV void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+DEV int atomic_add_acq_rel(int* p, int v) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+  return before;
+}
 
 // Programmatic dependent launch: let the next kernel start / wait until the previous one is done.
 DEV void launch_dependents() {
