@@ -26,13 +26,19 @@ if TYPE_CHECKING:
 class SealedManager(FullAttentionManager):
     """A full-attention manager that is told the sealed length instead of the computed one."""
 
-    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        return super().get_num_blocks_to_allocate(request_id, sealed_tokens(num_tokens), *args, **kwargs)
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> int:
+        return super().get_num_blocks_to_allocate(
+            request_id, sealed_tokens(num_tokens), *args, **kwargs
+        )
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        return super().allocate_new_blocks(request_id, sealed_tokens(num_tokens), num_tokens_main_model)
+        return super().allocate_new_blocks(
+            request_id, sealed_tokens(num_tokens), num_tokens_main_model
+        )
 
     def cache_blocks(
         self, request: Request, num_tokens: int, retention_interval: int | None = None
@@ -44,7 +50,9 @@ class SealedManager(FullAttentionManager):
         cls, block_hashes: BlockHashList, max_length: int, *args: Any, **kwargs: Any
     ) -> tuple[list[KVCacheBlock], ...]:
         # A hit leaves the window to be computed anew: nobody's recent pages are shared.
-        return super().find_longest_cache_hit(block_hashes, sealed_tokens(max_length), *args, **kwargs)
+        return super().find_longest_cache_hit(
+            block_hashes, sealed_tokens(max_length), *args, **kwargs
+        )
 
 
 class RecentManager(SlidingWindowManager):
@@ -62,7 +70,9 @@ class RecentManager(SlidingWindowManager):
     def _never_taken(self, held: int, num_tokens: int) -> range:
         """Of the pages after the first ``held``, those that the step which ends at ``num_tokens``
         seals straight from the activations."""
-        return range(max(held, self.kv_cache_spec.sink_pages), sealed_tokens(num_tokens) // self.block_size)
+        return range(
+            max(held, self.kv_cache_spec.sink_pages), sealed_tokens(num_tokens) // self.block_size
+        )
 
     def get_num_blocks_to_allocate(
         self,
@@ -75,7 +85,12 @@ class RecentManager(SlidingWindowManager):
     ) -> int:
         held = len(new_computed_blocks) + len(self.req_to_blocks.get(request_id, ()))
         new = max(-(-num_tokens // self.block_size) - held, 0)
-        new -= len(self._never_taken(held, num_tokens_main_model))
+        if apply_admission_cap:  # of all steps to come, which may begin and end anywhere
+            assert self._max_admission_blocks_per_request is not None
+            sinks = sum(not b.is_null for b in new_computed_blocks)
+            new = min(new, self._max_admission_blocks_per_request - sinks)
+        else:
+            new -= len(self._never_taken(held, num_tokens_main_model))
         return new + self._get_num_evictable_blocks(new_computed_blocks)
 
     def allocate_new_blocks(
@@ -113,7 +128,9 @@ class RecentManager(SlidingWindowManager):
         if not blocks:
             return
         first = max(self._num_returned.get(request_id, 0), self.kv_cache_spec.sink_pages)
-        last = min(self.get_num_skipped_tokens(total_computed_tokens) // self.block_size, len(blocks))
+        last = min(
+            self.get_num_skipped_tokens(total_computed_tokens) // self.block_size, len(blocks)
+        )
         if last <= first:
             return
         returned = [b for b in blocks[first:last] if not b.is_null]
@@ -157,13 +174,17 @@ class RecentManager(SlidingWindowManager):
         pcp_world_size: int = 1,
     ) -> tuple[list[KVCacheBlock], ...]:
         """The sink pages and nulls up to ``max_length``, or nothing if a sink page is gone."""
-        sinks = kv_cache_spec.sink_pages  # type: ignore[attr-defined]
+        sinks = kv_cache_spec.sink_pages
         pages = max_length // alignment_tokens * alignment_tokens // kv_cache_spec.block_size
         nothing: tuple[list[KVCacheBlock], ...] = tuple([] for _ in kv_cache_group_ids)
         if pages < sinks:
             return nothing
-        hit = [block_pool.get_cached_block(block_hashes[i], kv_cache_group_ids) for i in range(sinks)]
+        hit = [
+            block_pool.get_cached_block(block_hashes[i], kv_cache_group_ids) for i in range(sinks)
+        ]
         if not all(hit):
             return nothing
         rest = [block_pool.null_block] * (pages - sinks)
-        return tuple([page[g] for page in hit if page] + rest for g in range(len(kv_cache_group_ids)))
+        return tuple(
+            [page[g] for page in hit if page] + rest for g in range(len(kv_cache_group_ids))
+        )

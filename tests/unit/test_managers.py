@@ -132,6 +132,21 @@ def test_preempted_requests_resume(page_tokens, caching):
 
 
 @PAGE_TOKENS
+def test_a_prompt_is_admitted_if_all_its_chunks_fit(page_tokens):
+    """Or it would be preempted by its own second chunk, again and again."""
+    most = prefill_peak_pages(640, page_tokens)
+    for pages in range(most, 2 * most, 3):
+        engine = Engine(Settings(page_tokens, 640, pages, 128, prefix_caching=False))
+        engine.add(prompt(500), max_tokens=30)
+        for _ in range(5):
+            engine.step()
+        engine.add(prompt(600), max_tokens=1)
+        engine.run()
+        assert not engine.preemptions
+        assert not engine.leaked()
+
+
+@PAGE_TOKENS
 @pytest.mark.parametrize("drafts", [0, 5])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_aborts_at_any_time(page_tokens, drafts, asynchronous):
@@ -224,9 +239,12 @@ def test_only_accepted_drafts_are_sealed(page_tokens, asynchronous, drafts):
     "the same pass preempts the first (vllm-project/vllm#57580, #41400): any KV cache dtype",
 )
 def test_preempted_by_priority_after_it_was_scheduled():
-    engine = Engine(Settings(16, 320, 34, 256, long_prefill_token_threshold=90, policy="priority"))
-    engine.add(prompt(119), max_tokens=20)
-    engine.add(prompt(290), max_tokens=200, priority=2)
-    engine.step()
-    engine.add(prompt(297), max_tokens=100, priority=1)
-    engine.run()
+    for pages in range(25, 40):
+        engine = Engine(
+            Settings(16, 320, pages, 256, long_prefill_token_threshold=50, policy="priority")
+        )
+        engine.add(prompt(147, first=7), max_tokens=20)
+        engine.add(prompt(155), max_tokens=100, priority=2)
+        engine.step()
+        engine.add(prompt(184), max_tokens=200, priority=1)
+        engine.run()

@@ -24,7 +24,7 @@ from s4kv_ext.managers import RecentManager, SealedManager
 from s4kv_ext.packing import LanePacking
 
 
-@pytest.mark.parametrize("first", range(0, 200, 25))
+@pytest.mark.parametrize("first", range(0, 300, 25))
 def test_fixed_seeds(first):
     """The schedules that `python tests/schedules.py` begins with."""
     for seed in range(first, first + 25):
@@ -32,7 +32,7 @@ def test_fixed_seeds(first):
 
 
 @settings(
-    max_examples=60,
+    max_examples=120,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
