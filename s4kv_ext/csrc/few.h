@@ -68,12 +68,12 @@ void softmax(Few<D, R>& f, int n) {
   for (int r = 0; r < R; ++r) {
     Vec high = splat(f.m[r]);
     for (int t = 0; t < n; t += W) high = max(high, load(f.s[r] + t));
-    const float m = top(high);
+    const float m = top(high), shift = m + kHeadroom;
     const float rescale = exp2(f.m[r] - m);
     f.l[r] *= rescale;
     f.offset[r] *= rescale;
     for (int t = 0; t < n; t += W) {
-      const Vec p = exp2(load(f.s[r] + t) - m);
+      const Vec p = exp2(load(f.s[r] + t) - shift);
       f.l[r] += p;
       store(f.s[r] + t, p);
     }
@@ -132,20 +132,6 @@ void unrotate(Few<D, R>& f) {
           x[j + span] = a - b;
         }
     f.offset[r] = Vec{};
-  }
-}
-
-// Asks for the rows of the tail's tokens [start, start + kBlock).
-template <typename T, int D>
-void prefetch_tail(const AttendArgs& a, const Request& r, int head, int64_t start, int64_t end) {
-  const Tail tail{r};
-  for (int64_t i = start; i < end && i < start + kBlock; ++i) {
-    const T *key, *value;
-    tail_row<T, D>(a, r, head, tail.position(i), key, value);
-    for (int c = 0; c < D; c += 64 / sizeof(T)) {
-      __builtin_prefetch(key + c);
-      __builtin_prefetch(value + c);
-    }
   }
 }
 

@@ -69,7 +69,7 @@ struct MergeTask {
   int splits;
 };
 
-constexpr int kTileRows = 96;  // query rows of a task, at most
+constexpr int kTileRows = 192;  // query rows of a task, at most
 
 struct Kernels {
   const char* name;

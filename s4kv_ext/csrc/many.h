@@ -27,9 +27,9 @@ struct Many {
   alignas(64) float s[kBlock][kGroup];
 };
 
-// s[t] = sum over c of key(t, c) * q[c], for t in [t0, t1), rounded up to whole steps.
+// s[t] = factor * sum over c of key(t, c) * q[c], for t in [t0, t1), rounded up to whole steps.
 template <int D, int N, int token_stride, int channel_stride>
-void scores(const float* key, const typename Many<D>::Rows& rows, float (*s)[kGroup], int t0, int t1) {
+void scores(const float* key, float factor, const typename Many<D>::Rows& rows, float (*s)[kGroup], int t0, int t1) {
   for (int t = t0; t < t1; t += kUnroll) {
     Vec x[kUnroll][N] = {};
     const float* k = key + t * token_stride;
@@ -45,7 +45,7 @@ void scores(const float* key, const typename Many<D>::Rows& rows, float (*s)[kGr
 #pragma GCC unroll 8
     for (int i = 0; i < kUnroll; ++i)
 #pragma GCC unroll 2
-      for (int n = 0; n < N; ++n) store(s[t + i] + n * W, x[i][n]);
+      for (int n = 0; n < N; ++n) store(s[t + i] + n * W, x[i][n] * factor);
   }
 }
 
@@ -55,16 +55,17 @@ void softmax(typename Many<D>::Rows& rows, float (*s)[kGroup], int t0, int t1, V
 #pragma GCC unroll 2
   for (int n = 0; n < N; ++n) {
     const Vec old = load(rows.m + n * W);
-    Vec m = old;
-    for (int t = t0; t < t1; ++t) m = max(m, load(s[t] + n * W));
-    rescale[n] = exp2(old - m);
+    Vec high = old;
+    for (int t = t0; t < t1; ++t) high = max(high, load(s[t] + n * W));
+    rescale[n] = exp2(old - high);
+    const Vec m = high + kHeadroom;
     Vec l = load(rows.l + n * W) * rescale[n];
     for (int t = t0; t < t1; ++t) {
       const Vec p = exp2(load(s[t] + n * W) - m);
       l += p;
       store(s[t] + n * W, p);
     }
-    store(rows.m + n * W, m);
+    store(rows.m + n * W, high);
     store(rows.l + n * W, l);
   }
 }
@@ -95,11 +96,11 @@ void accumulate(const float* value, typename Many<D>::Rows& rows, float (*s)[kGr
   }
 }
 
-// One group of rows against the tokens [t0, t1) of the key and value scratch. limit: seen[] counts
-// from here; masked: some row does not see all of them.
+// One group of rows against the tokens [t0, t1) of the key and value scratch, whose first is token
+// `base` of the tail. masked: some row does not see all of them.
 template <int D, int N, int token_stride, int channel_stride>
-void attend_group(Many<D>& f, typename Many<D>::Rows& rows, int t0, int t1, bool masked, int32_t base) {
-  scores<D, N, token_stride, channel_stride>(f.key, rows, f.s, t0, t1);
+void attend_group(Many<D>& f, float factor, typename Many<D>::Rows& rows, int t0, int t1, bool masked, int32_t base) {
+  scores<D, N, token_stride, channel_stride>(f.key, factor, rows, f.s, t0, t1);
   if (masked)
     for (int t = t0; t < t1; ++t)
       for (int i = 0; i < N * W; ++i) f.s[t][i] = base + t < rows.seen[i] ? f.s[t][i] : -__builtin_inff();
@@ -108,15 +109,14 @@ void attend_group(Many<D>& f, typename Many<D>::Rows& rows, int t0, int t1, bool
   accumulate<D, N>(f.value, rows, f.s, t0, t1, rescale);
 }
 
-// Keys as [channel][token], values, still rotated, as [token][channel].
+// Keys, without their power of two, as [channel][token]; values, still rotated, as [token][channel].
 template <int D>
 void dequantize(const SealedPage<D>& page, const int16_t* slot_channel, float* key, float* value) {
   constexpr int S = key_slots(D);
   alignas(64) float scale[S], offset[S];
-  const float factor = page.key_power();
-  for (int i = 0; i < S; i += W) store(scale + i, load(page.key_scales() + i) * factor);
+  for (int i = 0; i < S; i += W) store(scale + i, load(page.key_scales() + i));
   for (int c = 0; c < D; ++c) {
-    const Vec x = splat(to_float(page.key_offsets()[c]) * factor);
+    const Vec x = splat(to_float(page.key_offsets()[c]));
     for (int t = 0; t < kBlock; t += W) store(key + c * kBlock + t, x);
   }
   for (int i = 0; i < S; ++i) {
@@ -176,13 +176,16 @@ void attend_many(const AttendArgs& a, const AttendTask& task) {
   const bool half_last = count - (groups - 1) * kGroup <= W;
 
   for (int64_t b = task.block0; b < task.block1; ++b) {
-    dequantize(SealedPage<D>(a, r, task.head, b), a.slot_channel + task.head * key_slots(D), f.key, f.value);
+    const SealedPage<D> page(a, r, task.head, b);
+    const float factor = page.key_power();
+    dequantize(page, a.slot_channel + task.head * key_slots(D), f.key, f.value);
+    if (b + 1 < task.block1) SealedPage<D>(a, r, task.head, b + 1).prefetch();
     const int first = b == 0 ? kSinks : 0;
     for (int i = 0; i < groups; ++i) {
       if (i == groups - 1 && half_last)
-        attend_group<D, 1, 1, kBlock>(f, f.rows[i], first, kBlock, false, 0);
+        attend_group<D, 1, 1, kBlock>(f, factor, f.rows[i], first, kBlock, false, 0);
       else
-        attend_group<D, 2, 1, kBlock>(f, f.rows[i], first, kBlock, false, 0);
+        attend_group<D, 2, 1, kBlock>(f, factor, f.rows[i], first, kBlock, false, 0);
     }
   }
   if (task.block1 > task.block0)
@@ -199,6 +202,7 @@ void attend_many(const AttendArgs& a, const AttendTask& task) {
         store(f.value + t * D + c, load(value + c));
       }
     }
+    prefetch_tail<T, D>(a, r, task.head, start + kBlock, end);
     for (int i = 0; i < groups; ++i) {
       auto& rows = f.rows[i];
       const int64_t last = rows.seen[kGroup - 1] - start;  // rows are in the order of their tokens
@@ -206,9 +210,9 @@ void attend_many(const AttendArgs& a, const AttendTask& task) {
       if (m <= 0) continue;
       const bool masked = rows.seen[0] - start < m;
       if (i == groups - 1 && half_last)
-        attend_group<D, 1, D, 1>(f, rows, 0, m, masked, int32_t(start));
+        attend_group<D, 1, D, 1>(f, 1.0f, rows, 0, m, masked, int32_t(start));
       else
-        attend_group<D, 2, D, 1>(f, rows, 0, m, masked, int32_t(start));
+        attend_group<D, 2, D, 1>(f, 1.0f, rows, 0, m, masked, int32_t(start));
     }
   }
 

@@ -10,6 +10,10 @@ namespace {
 // Scores are kept in powers of two.
 constexpr float kLog2e = 1.44269504088896340736f;
 
+// Probabilities are at most 2**-20 before they are normalised, so that a sum over any context of the
+// largest values there are is finite.
+constexpr float kHeadroom = 20.0f;
+
 template <typename T>
 const T* query_row(const AttendArgs& a, const Request& r, int head, int64_t token, int g) {
   return (const T*)a.query.data + (r.row + token) * a.query.token_stride + (head * a.group + g) * a.query.head_stride;
@@ -46,6 +50,20 @@ void tail_row(const AttendArgs& a, const Request& r, int head, int64_t position,
     key = (const T*)a.pages.recent + r.recent_row[position / n] * a.pages.recent_page_stride +
           head * a.pages.recent_head_stride + position % n * D;
     value = key + n * D;
+  }
+}
+
+// Asks for the rows of the tail's tokens [start, start + kBlock).
+template <typename T, int D>
+void prefetch_tail(const AttendArgs& a, const Request& r, int head, int64_t start, int64_t end) {
+  const Tail tail{r};
+  for (int64_t i = start; i < end && i < start + kBlock; ++i) {
+    const T *key, *value;
+    tail_row<T, D>(a, r, head, tail.position(i), key, value);
+    for (int c = 0; c < D; c += 64 / sizeof(T)) {
+      __builtin_prefetch(key + c);
+      __builtin_prefetch(value + c);
+    }
   }
 }
 

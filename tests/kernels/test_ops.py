@@ -5,7 +5,8 @@ import torch
 from kernels.sequences import Pool, error, fused, make_map, make_sequences, make_step
 
 from s4kv_ext import cpu_ops
-from s4kv_ext.reference import Step
+from s4kv_ext.packing import LanePacking
+from s4kv_ext.reference import Step, attend
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -19,6 +20,29 @@ def test_causal_attend(isa, dtype, tokens, heads, group):
     ).transpose(0, 1)
     limit = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 8e-4}[dtype]
     assert error(out, expected) <= limit
+
+
+@pytest.mark.parametrize("size", [1e38, 1e30, 1e-25, 0.0])
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_attention_over_extreme_values(size, side):
+    """As large as they come, sums over the context must not overflow."""
+    pool = Pool(200, 2, 64, torch.float32)
+    (sequence,) = make_sequences(pool, 1, 1400)
+    getattr(sequence, side).mul_(size / 10)
+    slot_channel = make_map(2, 64)
+    for chunk in (1200, 1, 100):
+        step, key, value = make_step([(sequence, chunk)])
+        query = torch.randn(chunk, 6, 64)
+        if side == "key":
+            query /= max(size, 1e-25)
+        pages = (pool.sealed, pool.recent, step, slot_channel)
+        cpu_ops.store_and_seal(key, value, *pages)
+        expected = attend(query, key, value, *pages, LanePacking(), 0.125)
+        out = torch.empty_like(query)
+        cpu_ops.attend(query, key, value, *pages, 0.125, out)
+        sequence.advance(chunk)
+        assert torch.isfinite(out).all()
+        assert error(out, expected) <= 1e-5 if size or side == "key" else not out.any()
 
 
 def one_step(tokens: int = 200):

@@ -2,8 +2,8 @@
 //
 // The pages of all rows (a row is one KV head of one request) are one sequence, cut into shares, one
 // a thread block (plan.cu). In a block, one warp copies pages into a ring of buffers in shared
-// memory; page lanes take turns at them. A page lane is one warp, or several that work on the same
-// page with different query rows. At the end of a row the block's lanes are summed; if other blocks
+// memory; page lanes take turns at them. A page lane is two warps with half of a page's tokens each,
+// or as many as there are tiles of query rows (two a warp). At the end of a row the block's lanes are summed; if other blocks
 // have a part of the row, the last of them to arrive sums the blocks.
 #pragma once
 #include "decode_math.cuh"
@@ -26,7 +26,9 @@ struct DecodeParams {
 // Warps of a block, the copying one included: a multiple of 4, so that each of the four register
 // files serves as few as possible. More than 7 warps with two tiles each need registers spilled;
 // only 15 or 16 query heads with 8 query tokens come to that.
-constexpr int decode_warps(int tiles, bool wide) { return tiles == 1 || wide ? 12 : 8; }
+constexpr int decode_warps(int tiles, bool wide) { return tiles == 1 ? 16 : wide ? 12 : 8; }
+// Warps that share the tokens of a page. Tiles of query rows, if more than one, are not split too.
+__host__ __device__ constexpr int token_warps(int tiles) { return tiles == 1 ? 2 : 1; }
 
 // Floats of a partial result: value sums [D][8] of each tile, then reference and sum [2][8].
 __host__ __device__ inline long partial_floats(int D, int tiles) { return (long)tiles * (D * 8 + 16); }
@@ -43,18 +45,18 @@ struct Segment {
 };
 static_assert(sizeof(Segment) == 48);
 
-// Shared memory, in this order: ring [lanes][stages], queries as they come, their fragments (only
-// where lanes are single warps, which all need the same ones), slot channels, barriers, the rest.
+// Shared memory, in this order: ring [lanes][stages], queries as they come, their fragments, slot
+// channels, barriers, the rest.
 struct SharedLayout {
   int query, fragments, slots, segment, full, empty, ready, top, sum, parked, exponent, weight, running, last, bytes;
 };
 constexpr int MERGE_AT_ONCE = 32;  // shares
 __host__ __device__ inline SharedLayout shared_layout(int D, int page_bytes, int warps, int tile_warps, int tiles, int stages) {
-  const int lanes = warps / tile_warps, buffers = lanes * stages, rows = tile_warps * tiles * 8;
+  const int sums = warps / tile_warps, lanes = sums / token_warps(tiles), buffers = lanes * stages, rows = tile_warps * tiles * 8;
   SharedLayout s;
   s.query = buffers * page_bytes;
   s.fragments = s.query + rows * D * 2;
-  s.slots = s.fragments + (tile_warps == 1 ? tiles * (D / 8 + 1) * 256 : 0);
+  s.slots = s.fragments + rows / 8 * (D / 8 + 1) * 256;
   s.segment = s.slots + (D + 16) * 2;
   s.full = s.segment + 96;  // of this row and the next
   s.empty = s.full + buffers * 8;
@@ -63,8 +65,8 @@ __host__ __device__ inline SharedLayout shared_layout(int D, int page_bytes, int
   s.sum = s.top + warps * tiles * 32;
   s.weight = s.sum + warps * tiles * 32;  // [MERGE_AT_ONCE][8]
   s.running = s.weight + MERGE_AT_ONCE * 32;  // [3][8]: reference, sum, factor
-  s.parked = s.running + 96;              // [lanes]: where a lane's sums are, or -1
-  s.exponent = s.parked + lanes * 4;      // [rows]
+  s.parked = s.running + 96;              // [sums]: where a warp's sums are, or -1
+  s.exponent = s.parked + sums * 4;       // [rows]
   s.last = s.exponent + rows * 4;
   s.bytes = s.last + 4;
   return s;
@@ -90,15 +92,15 @@ struct Cursor {
 // The copying warp. Lane i fills the ring of page lane i whenever a buffer is free; lane 31 brings
 // the rows' queries. Nobody waits for anybody else.
 template <int D>
-DEV void copy_pages(const DecodeParams& P, uint8_t* memory, const SharedLayout& at_, int lane) {
+DEV void copy_pages(const DecodeParams& P, const Share& mine, int first_page, uint8_t* memory, const SharedLayout& at_,
+                    int lanes, int lane) {
   using L = Layout<D>;
   constexpr unsigned ALL = 0xffffffffu;
   const Share* share = P.share + blockIdx.x;
-  const int lanes = P.warps / P.tile_warps, n = share->pages, heads = P.pages.heads;
+  const int n = mine.pages, heads = P.pages.heads;
   const bool publisher = lane == 31;
   int at = lane < lanes ? lane : n, id = 0;
-  Cursor c{share->info, share->request, share->head, -share->first, total_pages(share->info)};
-  const int4 shares = *reinterpret_cast<const int4*>(&share->first_share);
+  Cursor c{mine.info, mine.request, mine.head, -mine.first, total_pages(mine.info)};
   uint64_t* ready = reinterpret_cast<uint64_t*>(memory + at_.ready);
   uint64_t* full = reinterpret_cast<uint64_t*>(memory + at_.full) + lane * P.stages;
   uint64_t* empty = reinterpret_cast<uint64_t*>(memory + at_.empty) + lane * P.stages;
@@ -110,9 +112,10 @@ DEV void copy_pages(const DecodeParams& P, uint8_t* memory, const SharedLayout& 
     if (at >= n) return;
     while (at >= c.start + c.pages) c.next(P.request, heads);
     const int place = at - c.start, recent = place - sealed_pages(c.info);
-    id = at < FIRST_PAGES ? share->page[at]
-         : recent < 0     ? P.step.sealed_table[c.request * P.step.sealed_stride + place]
-                          : P.step.recent_table[c.request * P.step.recent_stride + recent_page(c.info, recent)];
+    id = at == lane       ? first_page
+         : at < FIRST_PAGES ? share->page[at]
+         : recent < 0       ? P.step.sealed_table[c.request * P.step.sealed_stride + place]
+                            : P.step.recent_table[c.request * P.step.recent_stride + recent_page(c.info, recent)];
   };
   if (!publisher) find();
   while (true) {
@@ -121,8 +124,8 @@ DEV void copy_pages(const DecodeParams& P, uint8_t* memory, const SharedLayout& 
       parity ^= 1;
       const bool first = c.start <= 0;
       const int end = min(c.start + c.pages, n), queries = c.info.queries & 0xffff, token_bytes = P.group * D * 2;
-      *segment = Segment{c.info, c.request, c.head, c.start, end, first ? shares.x : (int)blockIdx.x,
-                  first ? shares.y : end < n ? (int)blockIdx.x : shares.w, (int16_t)(first ? shares.z : 1), (int16_t)(end < n)};
+      *segment = Segment{c.info, c.request, c.head, c.start, end, first ? mine.first_share : (int)blockIdx.x,
+                  first ? mine.last_share : end < n ? (int)blockIdx.x : mine.end_last_share, (int16_t)(first ? mine.first_is_second : 1), (int16_t)(end < n)};
       uint8_t* dst = memory + at_.query;
       const uint8_t* src = static_cast<const uint8_t*>(P.q.query) + (c.info.query_start * P.q.query_token + c.head * P.group * D) * 2;
       const uint8_t* slots = reinterpret_cast<const uint8_t*>(P.pages.slot_channel + c.head * L::SLOTS);
@@ -189,20 +192,33 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
   using L = Layout<D>;
   extern __shared__ __align__(128) uint8_t memory[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
-  const int tile_warps = P.tile_warps, stages = P.stages, lanes = P.warps / tile_warps;
+  constexpr int SPLIT = token_warps(NT);
+  const int tile_warps = P.tile_warps, stages = P.stages, sums = P.warps / tile_warps, lanes = sums / SPLIT;
   const SharedLayout at_ = shared_layout(D, L::BYTES, P.warps, tile_warps, NT, stages);
-  if (P.share[blockIdx.x].pages == 0) return;
+  // Everything that the first copies depend on is asked for before anything else is done.
+  const Share* share = P.share + blockIdx.x;
+  const int n_pages = share->pages;
+  Share mine;
+  int first_page = 0;
+  if (warp == P.warps) {
+    mine.pages = n_pages, mine.request = share->request, mine.head = share->head, mine.first = share->first;
+    mine.info = share->info, mine.first_share = share->first_share, mine.last_share = share->last_share;
+    mine.first_is_second = share->first_is_second, mine.end_last_share = share->end_last_share;
+    first_page = share->page[lane];
+  }
   uint64_t* ready = reinterpret_cast<uint64_t*>(memory + at_.ready);
   if (tid < lanes * stages) {
     barrier_init(reinterpret_cast<uint64_t*>(memory + at_.full) + tid, S4KV_BULK ? 1 : 32);
-    barrier_init(reinterpret_cast<uint64_t*>(memory + at_.empty) + tid, tile_warps);
+    barrier_init(reinterpret_cast<uint64_t*>(memory + at_.empty) + tid, tile_warps * SPLIT);
   }
   if (tid == 0) barrier_init(ready, 1), barrier_init(ready + 1, P.warps);
   fence_barrier_init();
   __syncthreads();
-  if (warp == P.warps) return copy_pages<D>(P, memory, at_, lane);
+  if (n_pages == 0) return;
+  if (warp == P.warps) return copy_pages<D>(P, mine, first_page, memory, at_, lanes, lane);
 
-  const int tile = warp % tile_warps, page_lane = warp / tile_warps, tiles = tile_warps * NT;
+  const int tile = warp % tile_warps, sum_of = warp / tile_warps, tiles = tile_warps * NT;
+  const int page_lane = sum_of / SPLIT, half = sum_of % SPLIT;
   const int threads = P.warps * 32;
   uint8_t* ring = memory + page_lane * stages * L::BYTES;
   uint64_t* full = reinterpret_cast<uint64_t*>(memory + at_.full) + page_lane * stages;
@@ -226,7 +242,6 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
 
     // Query rows in float16, scaled by a power of two to [256, 512): times a key scale that is at
     // most 4.3 (keys of a page are brought below 32), and exact for all but tiny elements.
-    uint32_t query[NT][L::DCHUNKS][2], slot_query[NT][L::KCHUNKS][2];
     const uint16_t* q = reinterpret_cast<const uint16_t*>(memory + at_.query);
     for (int row = warp; row < tiles * 8; row += P.warps) {
       float v[D / 32], high = 0;
@@ -245,7 +260,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
         channel[0] = c4.x & 0xffff, channel[1] = c4.x >> 16, channel[2] = c4.y & 0xffff, channel[3] = c4.y >> 16;
       } else {
 #pragma unroll
-        for (int j = 0; j < 4; j++) channel[j] = L::first_slot(kc - L::KCHUNKS, t) + j;
+        for (int j = 0; j < 4; j++) channel[j] = L::channel(kc - L::KCHUNKS, t, j);
       }
       const float down = row < rows ? power_of_two(-s_exponent[row]) : 0.f;
       float v[4];
@@ -253,35 +268,16 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
       for (int j = 0; j < 4; j++) v[j] = channel[j] < D ? unpack2<BF16>(q[(row < rows ? row : 0) * D + channel[j]]).x * down : 0.f;
       return make_uint2(pack2<false>(v[0], v[1]), pack2<false>(v[2], v[3]));
     };
-    if (tile_warps == 1) {  // every warp needs the same fragments: share the work
-      uint2* shared = reinterpret_cast<uint2*>(memory + at_.fragments);
-      constexpr int ALL = L::KCHUNKS + L::DCHUNKS;
-      for (int i = warp; i < NT * ALL; i += P.warps) shared[i * 32 + lane] = fragment(i / ALL * 8 + g, i % ALL);
-      sync();
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int kc = 0; kc < ALL; kc++) {
-          const uint2 v = shared[(n * ALL + kc) * 32 + lane];
-          uint32_t* to = kc < L::KCHUNKS ? slot_query[n][kc] : query[n][kc - L::KCHUNKS];
-          to[0] = v.x, to[1] = v.y;
-        }
-    } else {
-#pragma unroll
-      for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int kc = 0; kc < L::KCHUNKS + L::DCHUNKS; kc++) {
-          const uint2 v = fragment((tile * NT + n) * 8 + g, kc);
-          uint32_t* to = kc < L::KCHUNKS ? slot_query[n][kc] : query[n][kc - L::KCHUNKS];
-          to[0] = v.x, to[1] = v.y;
-        }
-    }
+    constexpr int FRAGMENTS = L::KCHUNKS + L::DCHUNKS;  // of a tile; many warps need the same: share the work
+    uint2* fragments = reinterpret_cast<uint2*>(memory + at_.fragments);
+    for (int i = warp; i < tiles * FRAGMENTS; i += P.warps) fragments[i * 32 + lane] = fragment(i / FRAGMENTS * 8 + g, i % FRAGMENTS);
+    sync();
+    const uint2* query = fragments + tile * NT * FRAGMENTS * 32;
     float scale[NT][2];
-    int exponent[NT];
 #pragma unroll
     for (int n = 0; n < NT; n++) {
       const int* e = s_exponent + (tile * NT + n) * 8;
-      exponent[n] = e[g], scale[n][0] = P.scale * power_of_two(e[2 * t]), scale[n][1] = P.scale * power_of_two(e[2 * t + 1]);
+      scale[n][0] = P.scale * power_of_two(e[2 * t]), scale[n][1] = P.scale * power_of_two(e[2 * t + 1]);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(ready + 1);
@@ -302,7 +298,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
     if (at < sealed_end) {
       while (at < sealed_end) {
         barrier_wait(full + stage, parity);
-        sealed_page<D, NT>(ring + stage * L::BYTES, lane, at == start, slot_query, query, scale, st);
+        sealed_page<D, NT, 4 / SPLIT>(ring + stage * L::BYTES, half, lane, half == 0 && at == start, query, scale, st);
         release();
       }
       finish_sealed<D, NT>(lane, st);
@@ -310,6 +306,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
     if (at < end) {
       const int seq_len = s.info.seq_len, row_sealed = s.info.sealed;
       int last[NT][2];
+      uint32_t plain_query[NT][L::DCHUNKS][2];
 #pragma unroll
       for (int n = 0; n < NT; n++) {
 #pragma unroll
@@ -317,27 +314,27 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
           const int row = (tile * NT + n) * 8 + 2 * t + c;
           last[n][c] = seq_len - 1 - (row < rows ? (rows - 1 - row) / P.group : 0);
         }
-        const float up = power_of_two(exponent[n]);
+        const float up = power_of_two(s_exponent[(tile * NT + n) * 8 + g]);
 #pragma unroll
-        for (int kc = 0; kc < L::DCHUNKS; kc++)
-#pragma unroll
-          for (int j = 0; j < 2; j++) {
-            const float2 v = unpack2<false>(query[n][kc][j]);
-            query[n][kc][j] = pack2<BF16>(v.x * up, v.y * up);
-          }
+        for (int kc = 0; kc < L::DCHUNKS; kc++) {
+          const uint2 q2 = query[(n * FRAGMENTS + L::KCHUNKS + kc) * 32 + lane];
+          const float2 a = unpack2<false>(q2.x), b = unpack2<false>(q2.y);
+          plain_query[n][kc][0] = pack2<BF16>(a.x * up, a.y * up), plain_query[n][kc][1] = pack2<BF16>(b.x * up, b.y * up);
+        }
       }
       while (at < end) {
         const int first_token = RECENT_TOKENS * recent_page_of(row_sealed, at - sealed_end_of_row);
         barrier_wait(full + stage, parity);
-        recent_page<D, BF16, NT>(ring + stage * L::BYTES, lane, first_token, min(RECENT_TOKENS, seq_len - first_token),
-                                 last, query, P.scale, st);
+        if (SPLIT == 1 || (at - start - sealed_end_of_row & 1) == half)  // 16 tokens are not split
+          recent_page<D, BF16, NT>(ring + stage * L::BYTES, lane, first_token, min(RECENT_TOKENS, seq_len - first_token),
+                                   last, plain_query, P.scale, st);
         release();
       }
     }
 
     // Sum over the block's lanes: the common reference of each query row, then the value sums, two
     // tiles of a lane at a time through the page buffer that the lane read last.
-    if (lane == 0 && tile == 0) s_parked[page_lane] = held < 0 ? -1 : (page_lane * stages + held) * L::BYTES;
+    if (lane == 0 && tile == 0) s_parked[sum_of] = held < 0 ? -1 : (page_lane * stages + held) * L::BYTES + half * D * 32;
     if (lane < 4)
 #pragma unroll
       for (int n = 0; n < NT; n++)
@@ -347,7 +344,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
     for (int n = 0; n < NT; n++) {
       float2 top = make_float2(NEVER, NEVER);
 #pragma unroll 4
-      for (int k = 0; k < lanes; k++) {
+      for (int k = 0; k < sums; k++) {
         const float2 v = *reinterpret_cast<const float2*>(s_top + ((k * tile_warps + tile) * NT + n) * 8 + 2 * t);
         top.x = fmaxf(top.x, v.x), top.y = fmaxf(top.y, v.y);
       }
@@ -380,7 +377,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
 #pragma unroll
         for (int n = 0; n < NT; n++)
           if ((tile * NT + n) / 2 == round) {
-            float* to = reinterpret_cast<float*>(ring + held * L::BYTES) + ((tile * NT + n) & 1) * D * 8;
+            float* to = reinterpret_cast<float*>(ring + held * L::BYTES) + (half + ((tile * NT + n) & 1)) * D * 8;
 #pragma unroll
             for (int i = 0; i < D / 16; i++) {
               *reinterpret_cast<float2*>(to + (i * 16 + g) * 8 + 2 * t) = make_float2(st.o[n][i][0], st.o[n][i][1]);
@@ -394,7 +391,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
           const int half = (i & 1) * 4;
           float v[4] = {0, 0, 0, 0}, sum[4] = {0, 0, 0, 0};
 #pragma unroll 4
-          for (int k = 0; k < lanes; k++) {
+          for (int k = 0; k < sums; k++) {
             const float4 l = *reinterpret_cast<const float4*>(s_sum + (k * tile_warps * NT + in_tile) * 8 + half);
             sum[0] += l.x, sum[1] += l.y, sum[2] += l.z, sum[3] += l.w;
             const int from = s_parked[k];
@@ -413,7 +410,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
         }
         if (!whole && tid < 8) {
           float top = NEVER;
-          for (int k = 0; k < lanes; k++) top = fmaxf(top, s_top[(k * tile_warps * NT + in_tile) * 8 + tid]);
+          for (int k = 0; k < sums; k++) top = fmaxf(top, s_top[(k * tile_warps * NT + in_tile) * 8 + tid]);
           mine[D * 8 + tid] = top;
         }
       }
@@ -440,7 +437,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
             float v[4] = {0, 0, 0, 0};
             for (int base = 0; base < count; base += MERGE_AT_ONCE) {
               const int here = min(MERGE_AT_ONCE, count - base);
-              constexpr int AHEAD = 8;
+              constexpr int AHEAD = NT == 1 ? 8 : 16;
               float4 o[AHEAD];
 #pragma unroll
               for (int k = 0; k < AHEAD; k++)

@@ -1,4 +1,4 @@
-// One warp, one page: scores, softmax and value sums of up to 8 * NT query rows.
+// One warp, one page or half of its tokens: scores, softmax and value sums of up to 8 * NT query rows.
 //
 // S^T = K q^T and O^T = V^T p^T with mma.m16n8k16: tokens or channels on M, query rows on N. A
 // lane (g = lane / 4, t = lane % 4) holds accumulator rows g and g + 8, columns 2t and 2t + 1.
@@ -15,6 +15,18 @@ constexpr float NEVER = -1e30f;
 
 DEV uint4 load16(const uint8_t* p) { return *reinterpret_cast<const uint4*>(p); }
 DEV uint2 load8(const uint8_t* p) { return *reinterpret_cast<const uint2*>(p); }
+
+template <int N>
+DEV void load_words(uint32_t (&w)[N], const uint8_t* p) {
+  static_assert(N == 2 || N == 4);
+  if constexpr (N == 4) {
+    const uint4 v = load16(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  } else {
+    const uint2 v = load8(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+}
 
 // The four A registers of a code word; rows g + 8 come out 16 times too large.
 DEV void unpack(uint32_t w, uint32_t (&a)[4]) {
@@ -46,31 +58,36 @@ DEV void clear(State<D, NT>& s) {
   }
 }
 
-template <int D, int NT>
-DEV void sealed_page(const uint8_t* page, int lane, bool has_sinks, const uint32_t (&slot_query)[NT][D / 16 + 1][2],
-                     const uint32_t (&query)[NT][D / 16][2], const float (&scale)[NT][2], State<D, NT>& st) {
+// T of the page's four tiles of 16 tokens: all, or with T == 2 those of `half`. query: the B operands
+// over slots, then over channels, of each tile of rows; in shared memory, as registers are scarce.
+template <int D, int NT, int T>
+DEV void sealed_page(const uint8_t* page, int half, int lane, bool has_sinks, const uint2* query,
+                     const float (&scale)[NT][2], State<D, NT>& st) {
   using L = Layout<D>;
   const int g = lane >> 2, t = lane & 3;
+  constexpr int FRAGMENTS = L::KCHUNKS + L::DCHUNKS;
   const int exponents = *reinterpret_cast<const uint16_t*>(page + L::EXPONENTS);
   const float key_power = power_of_two((int8_t)(exponents & 255));
   const int value_exponent = (int8_t)(exponents >> 8);
 
-  float s[4][NT][4], dot[NT][2][4];  // scores of the codes; of the offsets, in two chains
+  float s[T][NT][4], dot[NT][2][4];  // scores of the codes; of the offsets, in two chains
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       dot[n][0][j] = dot[n][1][j] = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) s[i][n][j] = 0;
+      for (int i = 0; i < T; i++) s[i][n][j] = 0;
     }
 #pragma unroll
-  for (int p = 0; p < L::DCHUNKS / 2; p++) {  // every row of A is the offsets
+  for (int p = 0; p < L::DCHUNKS / 2; p++) {  // offsets x, z in rows 0..7 of A and y, w in rows 8..15, as loaded
     const uint4 f = load16(page + L::KEY_OFFSET + p * 64 + t * 16);
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-      mma<false>(dot[n][0], f.x, f.x, f.y, f.y, query[n][2 * p][0], query[n][2 * p][1]);
-      mma<false>(dot[n][1], f.z, f.z, f.w, f.w, query[n][2 * p + 1][0], query[n][2 * p + 1][1]);
+      const uint2 a = query[(n * FRAGMENTS + L::KCHUNKS + 2 * p) * 32 + lane];
+      const uint2 b = query[(n * FRAGMENTS + L::KCHUNKS + 2 * p + 1) * 32 + lane];
+      mma<false>(dot[n][0], f.x, f.y, f.z, f.w, a.x, a.y);
+      mma<false>(dot[n][1], f.x, f.y, f.z, f.w, b.x, b.y);
     }
   }
 #pragma unroll
@@ -78,12 +95,14 @@ DEV void sealed_page(const uint8_t* page, int lane, bool has_sinks, const uint32
     const uint2 key_scale = load8(page + L::KEY_SCALE + L::first_slot(kc, t) * 2);
     uint32_t b[NT][2];
 #pragma unroll
-    for (int n = 0; n < NT; n++)
-      b[n][0] = mul_h2(slot_query[n][kc][0], key_scale.x), b[n][1] = mul_h2(slot_query[n][kc][1], key_scale.y);
-    const uint4 w = load16(page + L::KEY_CODE + kc * 512 + lane * 16);
-    const uint32_t word[4] = {w.x, w.y, w.z, w.w};
+    for (int n = 0; n < NT; n++) {
+      const uint2 q = query[(n * FRAGMENTS + kc) * 32 + lane];
+      b[n][0] = mul_h2(q.x, key_scale.x), b[n][1] = mul_h2(q.y, key_scale.y);
+    }
+    uint32_t word[T];
+    load_words(word, page + L::KEY_CODE + kc * 512 + lane * 16 + half * 8);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < T; i++) {
       uint32_t a[4];
       unpack(word[i], a);
 #pragma unroll
@@ -99,11 +118,12 @@ DEV void sealed_page(const uint8_t* page, int lane, bool has_sinks, const uint32
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       const float k = scale[n][c] * key_power;
-      base[n][c] = (dot[n][0][c] + dot[n][1][c]) * k;
+      base[n][c] = (dot[n][0][c] + dot[n][1][c + 2]) * k;
       unit[n][c] = fmaxf(k * NIBBLE, 1e-37f);  // not zero: -inf * 0 is NaN
       if (has_sinks) s[0][n][c] = s[0][n][c + 2] = -INFINITY;
-      float x = fmaxf(fmaxf(s[0][n][c], s[1][n][c]), fmaxf(s[2][n][c], s[3][n][c]));
-      const float y = fmaxf(fmaxf(s[0][n][c + 2], s[1][n][c + 2]), fmaxf(s[2][n][c + 2], s[3][n][c + 2]));
+      float x = s[0][n][c], y = s[0][n][c + 2];
+#pragma unroll
+      for (int i = 1; i < T; i++) x = fmaxf(x, s[i][n][c]), y = fmaxf(y, s[i][n][c + 2]);
       high[n][c] = fmaxf(x, y * 0.0625f);
     }
 #pragma unroll
@@ -133,7 +153,7 @@ DEV void sealed_page(const uint8_t* page, int lane, bool has_sinks, const uint32
       }
   }
 
-  uint32_t p_frag[NT][4][2];
+  uint32_t p_frag[NT][T][2];
   float to_v[NT][2];
 #pragma unroll
   for (int n = 0; n < NT; n++)
@@ -142,10 +162,11 @@ DEV void sealed_page(const uint8_t* page, int lane, bool has_sinks, const uint32
       to_v[n][c] = exp2_approx(value_exponent + st.top[n][c] - st.top_v[n][c]);
       base[n][c] += P_BITS - st.top[n][c];
     }
-  const uint4 vs = load16(page + L::VALUE_SCALE + g * 16), vo = load16(page + L::VALUE_OFFSET + g * 16);
-  const uint32_t value_scale[4] = {vs.x, vs.y, vs.z, vs.w}, value_offset[4] = {vo.x, vo.y, vo.z, vo.w};
+  uint32_t value_scale[T], value_offset[T];
+  load_words(value_scale, page + L::VALUE_SCALE + g * 16 + half * 8);
+  load_words(value_offset, page + L::VALUE_OFFSET + g * 16 + half * 8);
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < T; i++) {
     const float2 off = unpack2<false>(value_offset[i]);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -164,10 +185,10 @@ DEV void sealed_page(const uint8_t* page, int lane, bool has_sinks, const uint32
     }
   }
 #pragma unroll
-  for (int kc = 0; kc < 4; kc++)
+  for (int kc = 0; kc < T; kc++)
 #pragma unroll
     for (int h = 0; h < D / 64; h++) {
-      const uint4 w = load16(page + L::VALUE_CODE + (kc * (D / 64) + h) * 512 + lane * 16);
+      const uint4 w = load16(page + L::VALUE_CODE + ((2 * half + kc) * (D / 64) + h) * 512 + lane * 16);
       const uint32_t word[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -252,8 +273,8 @@ DEV void recent_page(uint8_t* page, int lane, int first_token, int valid, const 
     const uint4 b = load16(page + (g + 8) * L::RECENT_ROW + p * 64 + t * 16);
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-      mma<BF16>(s[n], a.x, b.x, a.y, b.y, query[n][2 * p][0], query[n][2 * p][1]);
-      mma<BF16>(s[n], a.z, b.z, a.w, b.w, query[n][2 * p + 1][0], query[n][2 * p + 1][1]);
+      mma<BF16>(s[n], a.x, b.x, a.z, b.z, query[n][2 * p][0], query[n][2 * p][1]);
+      mma<BF16>(s[n], a.y, b.y, a.w, b.w, query[n][2 * p + 1][0], query[n][2 * p + 1][1]);
     }
   }
   bool rescale = false;

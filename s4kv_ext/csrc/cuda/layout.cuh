@@ -31,10 +31,16 @@ struct Layout {
   static constexpr int RECENT_ROW = D * 2;  // a recent page: 16 key rows, 16 value rows
   static_assert(2 * RECENT_TOKENS * RECENT_ROW <= BYTES);
 
-  // First of the four neighbouring slots (or channels) that lane % 4 == t holds of k16 step kc.
+  // First of the four neighbouring slots that lane % 4 == t holds of k16 step kc.
   // Steps come in pairs so that a lane's eight slots of a pair are neighbours; the last is single.
   __host__ __device__ static constexpr int first_slot(int kc, int t) {
     return kc < DCHUNKS ? (kc >> 1) * 32 + t * 8 + (kc & 1) * 4 : D + t * 4;
+  }
+
+  // Channel of k index j of step kc where rows of channels are operands: a lane's 16 bytes are eight
+  // neighbours x x y y z z w w, of which even steps take x and z, odd ones y and w.
+  __host__ __device__ static constexpr int channel(int kc, int t, int j) {
+    return (kc >> 1) * 32 + t * 8 + (kc & 1) * 2 + (j & 1) + (j >> 1) * 4;
   }
 };
 

@@ -49,9 +49,12 @@ __device__ int find(const int* start, int n, int x) {
 __device__ int choose_shares(int total, int rows, int longest, int grid, int min_pages) {
   int shares = min(grid, (total + min_pages - 1) / min_pages);
   if (rows == 0 || (long)longest * rows > total + total / 16) return shares;
-  if (rows <= grid && longest <= 2 * min_pages) return rows;
-  const int turns = (rows + shares - 1) / shares;
-  const int aligned = rows <= shares ? shares / rows * rows : (rows + turns - 1) / turns;
+  if (rows <= grid) {
+    // As many shares a row as give each lane of a block a page; one if that is nearly enough.
+    const int parts = longest <= 2 * min_pages ? 1 : min(grid / rows, (longest + min_pages - 1) / min_pages);
+    return parts * rows * 8 >= shares * 7 || longest <= 4 * min_pages ? parts * rows : shares;
+  }
+  const int turns = (rows + shares - 1) / shares, aligned = (rows + turns - 1) / turns;
   return aligned * 8 >= shares * 7 ? aligned : shares;
 }
 
