@@ -88,6 +88,7 @@ def run() -> None:
     env.install(variant)
     command = [str(env.VENV / "bin" / "vllm"), "serve", *arguments(args, variant), *rest]
     say(" ".join(map(shlex.quote, command)))
+    say("the first start compiles the model, a minute or two; then: Application startup complete")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # this is not upstream's build
     os.environ["PATH"] = f"{env.VENV / 'bin'}:{os.environ['PATH']}"  # torch compiles with its ninja
     sys.stderr.flush()
