@@ -54,8 +54,9 @@ def calibrate(runner: Any) -> None:
         return
     start = time.perf_counter()
     tokens = min(TOKENS, config.model_config.max_model_len)
-    if config.lora_config:  # its buffers are no longer
+    if config.lora_config:  # its buffers are no longer; 0 is "no adapter"
         tokens = min(tokens, config.scheduler_config.max_num_batched_tokens)
+        runner._set_active_loras((0,), (0,) * tokens, set())
     generator = torch.Generator().manual_seed(SEED)
     vocabulary = config.model_config.get_vocab_size()
     ids = torch.randint(vocabulary, (tokens,), generator=generator).to(runner.device)
