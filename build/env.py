@@ -47,7 +47,14 @@ def tools() -> Path:
             say(f"getting the build tools ({wanted})")
             shutil.rmtree(TOOLS, ignore_errors=True)
             call([sys.executable, "-m", "venv", "--without-pip", TOOLS])
-            call([pip_python(), "-m", "pip", "--python", TOOLS, "install", "-q", *TOOL_NAMES])
+            pip = [pip_python(), "-m", "pip", "--python", str(TOOLS), "install", "-q"]
+            done_by = subprocess.run(
+                [*pip, *TOOL_NAMES], capture_output=True, text=True, check=False
+            )
+            if done_by.returncode:
+                told = [x for x in done_by.stderr.splitlines() if x.startswith("ERROR")]
+                why = told[0] if told else done_by.stderr.strip()[-300:]
+                raise Stop(f"pip could not get the build tools: {why}")
             done.write_text(wanted)
     return TOOLS / "bin"
 

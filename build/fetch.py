@@ -55,7 +55,7 @@ def fetch(pin: Pinned) -> Path:
         if code := subprocess.run(command).returncode:
             if code in (130, -2):
                 raise KeyboardInterrupt
-            raise Stop(f"could not fetch {pin.file}")
+            sys.exit(1)  # it has said why
         if (found := digest(part)) != pin.sha256:
             part.unlink()  # it would only be resumed to the same end
             raise Stop(

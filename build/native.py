@@ -14,6 +14,13 @@ CSRC = ROOT / "s4kv_ext" / "csrc"
 LIBRARY = {"cpu": "libs4kv_cpu.so"}  # the CUDA kernels come later
 
 
+def compiler() -> str:
+    found = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if found is None:
+        raise Stop("no C++ compiler: install g++ (Debian, Ubuntu: apt-get install g++)")
+    return found
+
+
 def torch_python(torch: str) -> Path:
     """An environment with torch's headers; uv links it to .venv's copy, so it costs little."""
     path = TREE / "torch"
@@ -48,9 +55,7 @@ def build(variant: str, torch: str) -> Path | None:
     wanted = f"{sources_digest(variant)} {torch}"
     if out.exists() and stamp.exists() and stamp.read_text() == wanted:
         return out
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-    if compiler is None:
-        raise Stop("no C++ compiler: install g++ (Debian, Ubuntu: apt-get install g++)")
+    cxx = compiler()
     say("compiling the kernels")
     folder = TREE / variant
     shutil.rmtree(folder, ignore_errors=True)
@@ -61,7 +66,7 @@ def build(variant: str, torch: str) -> Path | None:
         [
             *(tools / "cmake", "-S", CSRC, "-B", folder, "-G", "Ninja"),
             f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}",
-            f"-DCMAKE_CXX_COMPILER={compiler}",
+            f"-DCMAKE_CXX_COMPILER={cxx}",
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DTORCH_DIR={torch_dir}",
             # No path of this machine in the library: same inputs, same bytes.

@@ -9,6 +9,7 @@ finder and the session beneath it give the link and the bytes alone, with every 
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import sys
 import time
@@ -70,6 +71,12 @@ def open_pip():
     return command, options
 
 
+def reason(warning: str) -> str:
+    """What a warning of pip comes down to: the innermost message of a failed connection."""
+    inner = re.findall(r"(?:[A-Z][a-z]+ [^'<>]*: )?\[Errno [^'<>\]]*\][^'<>)]*", warning)
+    return (inner[-1] if inner else warning).strip()[:200]
+
+
 def download(session, url: str, name: str, part: Path) -> None:
     """Bytes of `url` into `part`, going on after what it already holds."""
     have = part.stat().st_size if part.exists() else 0
@@ -117,7 +124,7 @@ def run(project: str, wanted: str, part: Path) -> None:
             finder.make_link_evaluator = lambda name: stand_in
             links = [c.link for c in finder.find_all_candidates(project)]
             if not links:
-                why = f" ({heard[-1].strip()})" if heard else ""
+                why = f" ({reason(heard[-1])})" if heard else ""
                 raise SystemExit(f"s4kv: error: pip's index has no {project} file {wanted}{why}")
             fetch_any(session, links, wanted, part)
     except (ImportError, AttributeError, TypeError) as e:

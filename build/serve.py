@@ -21,6 +21,7 @@ import subprocess
 import sys
 
 import env
+import native
 from common import Stop, main, pins, say
 from fetch import fetch
 
@@ -85,6 +86,7 @@ def run() -> None:
     variant = args.variant or env.default_variant()
     need_port(args.port)
     need_libraries(variant)
+    native.compiler()  # torch compiles the model with it
     env.install(variant)
     command = [str(env.VENV / "bin" / "vllm"), "serve", *arguments(args, variant), *rest]
     say(" ".join(map(shlex.quote, command)))

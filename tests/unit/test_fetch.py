@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,6 +33,7 @@ class Index:
     def __init__(self) -> None:
         self.ranges = True
         self.cut = 0  # how many replies to break off in the middle
+        self.stall = False  # send half, then nothing
         self.asked: list[str | None] = []  # the Range header of each download
         index = self
 
@@ -57,6 +60,9 @@ class Index:
                 if index.cut:
                     index.cut -= 1
                     body = body[: len(body) // 2]
+                if index.stall:
+                    self.wfile.write(body[: len(body) // 2])
+                    time.sleep(30)
                 self.wfile.write(body)
                 self.close_connection = True
 
@@ -178,6 +184,28 @@ def test_two_runs_at_once_download_once(tmp_path: Path, index: Index) -> None:
     ]
     assert [r.wait(120) for r in runs] == [0, 0]
     assert len(index.asked) == 1
+
+
+def test_ctrl_c_leaves_what_was_fetched(tmp_path: Path, index: Index) -> None:
+    index.stall = True
+    process = subprocess.Popen(
+        command(NAME, sha256(DATA).hexdigest()),
+        env=environment(tmp_path, PIP_INDEX_URL=index.url),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    part = tmp_path / f"{NAME}.part"
+    deadline = time.monotonic() + 30
+    while not (part.exists() and part.stat().st_size > 1_000_000) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in told
+    assert part.stat().st_size > 1_000_000
+    index.stall = False
+    assert run(tmp_path, PIP_INDEX_URL=index.url).returncode == 0
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:
