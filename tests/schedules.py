@@ -224,13 +224,14 @@ class Worker:
             self.row_pages[row][group] += len(ids[group])
             self.poison([page for page in ids[group][hit[group] :] if page])
 
-    def hittable(self, q: Sequence) -> int:
-        """Leading tokens that lie sealed in some page, as far as a hit may go."""
+    def hittable(self, q: Sequence, pages: np.ndarray) -> int:
+        """Leading tokens that lie sealed in some of these pages, as far as a hit may go."""
         tags, size = q.tag(q.tokens), self.s.page_tokens
-        if not np.isin(tags[size - 1 : SINKS : size], self.recent[list(self.sinks), -1]).all():
+        sinks = self.recent[[page for page in pages if page in self.sinks], -1]
+        if not np.isin(tags[size - 1 : SINKS : size], sinks).all():
             return 0
         ends = tags[BLOCK - 1 : sealed_tokens(len(tags) - 1) : BLOCK]
-        return BLOCK * int(np.argmin(np.append(np.isin(ends, self.sealed[:, -1]), False)))
+        return BLOCK * int(np.argmin(np.append(np.isin(ends, self.sealed[pages, -1]), False)))
 
     def execute(self, out: SchedulerOutput) -> ModelRunnerOutput:
         step = []
@@ -512,11 +513,17 @@ class Engine:
         assert len(owners) + self.block_pool.get_num_free_blocks() == s.pool, "pages in the pool"
 
     def _check_hits(self, first: dict[str, int]) -> None:
+        """A hit is no shorter than what lies in the pool; asynchronous, what a preempted request
+        sealed in its last step lies there without a hash."""
+        blocks = self.block_pool.blocks
+        pages = np.array(
+            [b.block_id for b in blocks if b.block_hash is not None or not self.s.asynchronous], int
+        )
         for rid, hit in first.items():
             if not self.s.prefix_caching or self.scheduler.requests[rid].skip_reading_prefix_cache:
                 assert not hit, "hit"
             elif not self.s.drafts:  # what drafts sealed is hashed one step later
-                least = self.worker.hittable(self.worker.sequences[rid])
+                least = self.worker.hittable(self.worker.sequences[rid], pages)
                 assert hit >= least, f"request {rid}: hit of {hit} tokens, {least} are there"
 
 
