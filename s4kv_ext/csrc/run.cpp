@@ -2,6 +2,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
+
 #include <c10/util/Exception.h>
 
 #include "format.h"
@@ -57,12 +59,16 @@ const Kernels& kernels() { return *chosen(); }
 void use_isa(const char* name) { chosen() = find(name); }
 
 void run_store_and_seal(const StepArgs& a, const Plan& plan) {
-  // A few tokens a request, some hundred at most: not worth waking the other threads.
-  for (const Request& r : plan.requests) {
-    const int64_t end = sealed_tokens(r.length), sinks = r.length < kSinks ? r.length : kSinks;
+  // Little memory for each request: only many tokens are worth waking the other threads.
+  const int64_t requests = plan.requests.size();
+  int64_t tokens = 0;
+  for (const Request& r : plan.requests) tokens += r.length - r.computed;
+#pragma omp parallel for schedule(dynamic, 1) if (requests > 1 && tokens > 128)
+  for (int64_t i = 0; i < requests; ++i) {
+    const Request& r = plan.requests[i];
+    const int64_t end = std::max(sealed_tokens(r.length), r.computed), sinks = std::min<int64_t>(r.length, kSinks);
     store(a, r, r.computed, sinks);
-    int64_t first = end > r.computed ? end : r.computed;
-    store(a, r, first > sinks ? first : sinks, r.length);
+    store(a, r, std::max(end, sinks), r.length);
   }
   const auto seal = kernels().seal;
   const int64_t n = plan.seals.size();

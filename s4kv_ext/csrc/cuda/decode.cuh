@@ -2,8 +2,8 @@
 //
 // The pages of all rows (a row is one KV head of one request) are one sequence, cut into shares, one
 // a thread block (plan.cu). In a block, one warp copies pages into a ring of buffers in shared
-// memory; page lanes take turns at them. A page lane is two warps with half of a page's tokens each,
-// or as many as there are tiles of query rows (two a warp). At the end of a row the block's lanes are summed; if other blocks
+// memory; page lanes take turns at them. A page lane is one warp, or as many as it takes to work on
+// all query rows of the same page. At the end of a row the block's lanes are summed; if other blocks
 // have a part of the row, the last of them to arrive sums the blocks.
 #pragma once
 #include "decode_math.cuh"
@@ -26,10 +26,7 @@ struct DecodeParams {
 // Warps of a block, the copying one included: a multiple of 4, so that each of the four register
 // files serves as few as possible. More than 7 warps with two tiles each need registers spilled;
 // only 15 or 16 query heads with 8 query tokens come to that.
-constexpr int decode_warps(int tiles, bool wide) { return tiles == 1 ? 16 : wide ? 12 : 8; }
-// Warps that share the tokens of a page. Tiles of query rows, if more than one, are not split too.
-__host__ __device__ constexpr int token_warps(int tiles) { return tiles == 1 ? 2 : 1; }
-
+constexpr int decode_warps(int tiles, bool wide) { return tiles == 1 || wide ? 12 : 8; }
 // Floats of a partial result: value sums [D][8] of each tile, then reference and sum [2][8].
 __host__ __device__ inline long partial_floats(int D, int tiles) { return (long)tiles * (D * 8 + 16); }
 
@@ -52,7 +49,7 @@ struct SharedLayout {
 };
 constexpr int MERGE_AT_ONCE = 32;  // shares
 __host__ __device__ inline SharedLayout shared_layout(int D, int page_bytes, int warps, int tile_warps, int tiles, int stages) {
-  const int sums = warps / tile_warps, lanes = sums / token_warps(tiles), buffers = lanes * stages, rows = tile_warps * tiles * 8;
+  const int lanes = warps / tile_warps, buffers = lanes * stages, rows = tile_warps * tiles * 8;
   SharedLayout s;
   s.query = buffers * page_bytes;
   s.fragments = s.query + rows * D * 2;
@@ -65,8 +62,8 @@ __host__ __device__ inline SharedLayout shared_layout(int D, int page_bytes, int
   s.sum = s.top + warps * tiles * 32;
   s.weight = s.sum + warps * tiles * 32;  // [MERGE_AT_ONCE][8]
   s.running = s.weight + MERGE_AT_ONCE * 32;  // [3][8]: reference, sum, factor
-  s.parked = s.running + 96;              // [sums]: where a warp's sums are, or -1
-  s.exponent = s.parked + sums * 4;       // [rows]
+  s.parked = s.running + 96;              // [lanes]: where a lane's sums are, or -1
+  s.exponent = s.parked + lanes * 4;      // [rows]
   s.last = s.exponent + rows * 4;
   s.bytes = s.last + 4;
   return s;
@@ -187,13 +184,88 @@ DEV void copy_pages(const DecodeParams& P, const Share& mine, int first_page, ui
   }
 }
 
+// Where a share's sums of this row are. A share has at most two rows in common with others: the one
+// it starts in, and the one it ends in.
+template <int D>
+DEV float* partial_of(const DecodeParams& P, const volatile Segment& s, int share, int tiles) {
+  return P.q.partial + (2 * share + (share == s.first_share && s.first_is_second)) * partial_floats(D, tiles);
+}
+
+template <int D, bool BF16>
+DEV void store_output(const DecodeParams& P, const volatile Segment& s, int row, int channel, float v) {
+  if (row >= (s.info.queries & 0xffff) * P.group) return;
+  const long to = (s.info.query_start + row / P.group) * P.q.out_token + (s.head * P.group + row % P.group) * D + channel;
+  if constexpr (BF16) static_cast<__nv_bfloat16*>(P.q.out)[to] = __float2bfloat16(v);
+  else static_cast<__half*>(P.q.out)[to] = __float2half(v);
+}
+
+// The last block to finish its part of a row: sums of all shares into the output. weight: shared
+// memory, [MERGE_AT_ONCE][8], then reference, sum and factor of each row.
+template <int D, bool BF16>
+DEV void merge_shares(const DecodeParams& P, const volatile Segment& s, float* weight, int tiles) {
+  constexpr int AHEAD = 8;  // shares loaded at a time; more would take registers from the page loop
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, threads = P.warps * 32;
+  const int first_share = s.first_share, count = s.last_share - first_share + 1;
+  float* running = weight + MERGE_AT_ONCE * 8;
+  for (int in_tile = 0; in_tile < tiles; in_tile++) {
+    auto from = [&](int k) { return partial_of<D>(P, s, first_share + k, tiles) + in_tile * (D * 8 + 16); };
+    for (int first = 0; first < D * 2; first += threads) {  // a thread: one channel, four rows
+      const int i = first + tid, half = (i & 1) * 4;
+      float v[4] = {0, 0, 0, 0};
+      for (int base = 0; base < count; base += MERGE_AT_ONCE) {
+        const int here = min(MERGE_AT_ONCE, count - base);
+        float4 o[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+          if (k < here && i < D * 2) o[k] = __ldcg(reinterpret_cast<const float4*>(from(base + k)) + i);
+        for (int row = warp; row < 8; row += P.warps) {  // a warp a row: the weight of each share
+          float top = NEVER, sum = 0;
+          if (lane < here) top = __ldcg(from(base + lane) + D * 8 + row), sum = __ldcg(from(base + lane) + D * 8 + 8 + row);
+          float high = top;
+#pragma unroll
+          for (int d = 16; d; d >>= 1) high = fmaxf(high, shfl_xor(high, d));
+          const float before = base ? running[row] : NEVER;
+          high = fmaxf(high, before);
+          const float w = exp2_approx(top - high), f = exp2_approx(before - high);
+          sum *= w;
+#pragma unroll
+          for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
+          weight[lane * 8 + row] = w;
+          __syncwarp();
+          if (lane == 0) running[8 + row] = (base ? running[8 + row] * f : 0.f) + sum, running[row] = high, running[16 + row] = f;
+        }
+        named_barrier(1, threads);
+        if (i < D * 2) {
+#pragma unroll
+          for (int j = 0; j < 4; j++) v[j] *= running[16 + half + j];
+          for (int k0 = 0; k0 < here; k0 += AHEAD) {
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++)
+              if (k0 && k0 + k < here) o[k] = __ldcg(reinterpret_cast<const float4*>(from(base + k0 + k)) + i);
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++)
+              if (k0 + k < here) {
+                const float4 w = *reinterpret_cast<const float4*>(weight + (k0 + k) * 8 + half);
+                v[0] += w.x * o[k].x, v[1] += w.y * o[k].y, v[2] += w.z * o[k].z, v[3] += w.w * o[k].w;
+              }
+          }
+          if (base + MERGE_AT_ONCE >= count)
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+              store_output<D, BF16>(P, s, in_tile * 8 + half + j, i >> 1, v[j] * __frcp_rn(running[8 + half + j]));
+        }
+        named_barrier(1, threads);
+      }
+    }
+  }
+}
+
 template <int D, bool BF16, int NT, bool WIDE>
 __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(const __grid_constant__ DecodeParams P) {
   using L = Layout<D>;
   extern __shared__ __align__(128) uint8_t memory[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
-  constexpr int SPLIT = token_warps(NT);
-  const int tile_warps = P.tile_warps, stages = P.stages, sums = P.warps / tile_warps, lanes = sums / SPLIT;
+  const int tile_warps = P.tile_warps, stages = P.stages, lanes = P.warps / tile_warps;
   const SharedLayout at_ = shared_layout(D, L::BYTES, P.warps, tile_warps, NT, stages);
   // Everything that the first copies depend on is asked for before anything else is done.
   const Share* share = P.share + blockIdx.x;
@@ -209,7 +281,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
   uint64_t* ready = reinterpret_cast<uint64_t*>(memory + at_.ready);
   if (tid < lanes * stages) {
     barrier_init(reinterpret_cast<uint64_t*>(memory + at_.full) + tid, S4KV_BULK ? 1 : 32);
-    barrier_init(reinterpret_cast<uint64_t*>(memory + at_.empty) + tid, tile_warps * SPLIT);
+    barrier_init(reinterpret_cast<uint64_t*>(memory + at_.empty) + tid, tile_warps);
   }
   if (tid == 0) barrier_init(ready, 1), barrier_init(ready + 1, P.warps);
   fence_barrier_init();
@@ -217,8 +289,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
   if (n_pages == 0) return;
   if (warp == P.warps) return copy_pages<D>(P, mine, first_page, memory, at_, lanes, lane);
 
-  const int tile = warp % tile_warps, sum_of = warp / tile_warps, tiles = tile_warps * NT;
-  const int page_lane = sum_of / SPLIT, half = sum_of % SPLIT;
+  const int tile = warp % tile_warps, page_lane = warp / tile_warps, tiles = tile_warps * NT;
   const int threads = P.warps * 32;
   uint8_t* ring = memory + page_lane * stages * L::BYTES;
   uint64_t* full = reinterpret_cast<uint64_t*>(memory + at_.full) + page_lane * stages;
@@ -298,7 +369,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
     if (at < sealed_end) {
       while (at < sealed_end) {
         barrier_wait(full + stage, parity);
-        sealed_page<D, NT, 4 / SPLIT>(ring + stage * L::BYTES, half, lane, half == 0 && at == start, query, scale, st);
+        sealed_page<D, NT>(ring + stage * L::BYTES, lane, at == start, query, scale, st);
         release();
       }
       finish_sealed<D, NT>(lane, st);
@@ -325,16 +396,15 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
       while (at < end) {
         const int first_token = RECENT_TOKENS * recent_page_of(row_sealed, at - sealed_end_of_row);
         barrier_wait(full + stage, parity);
-        if (SPLIT == 1 || (at - start - sealed_end_of_row & 1) == half)  // 16 tokens are not split
-          recent_page<D, BF16, NT>(ring + stage * L::BYTES, lane, first_token, min(RECENT_TOKENS, seq_len - first_token),
-                                   last, plain_query, P.scale, st);
+        recent_page<D, BF16, NT>(ring + stage * L::BYTES, lane, first_token, min(RECENT_TOKENS, seq_len - first_token),
+                                 last, plain_query, P.scale, st);
         release();
       }
     }
 
     // Sum over the block's lanes: the common reference of each query row, then the value sums, two
     // tiles of a lane at a time through the page buffer that the lane read last.
-    if (lane == 0 && tile == 0) s_parked[sum_of] = held < 0 ? -1 : (page_lane * stages + held) * L::BYTES + half * D * 32;
+    if (lane == 0 && tile == 0) s_parked[page_lane] = held < 0 ? -1 : (page_lane * stages + held) * L::BYTES;
     if (lane < 4)
 #pragma unroll
       for (int n = 0; n < NT; n++)
@@ -344,7 +414,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
     for (int n = 0; n < NT; n++) {
       float2 top = make_float2(NEVER, NEVER);
 #pragma unroll 4
-      for (int k = 0; k < sums; k++) {
+      for (int k = 0; k < lanes; k++) {
         const float2 v = *reinterpret_cast<const float2*>(s_top + ((k * tile_warps + tile) * NT + n) * 8 + 2 * t);
         top.x = fmaxf(top.x, v.x), top.y = fmaxf(top.y, v.y);
       }
@@ -360,24 +430,15 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
       }
     }
     const bool whole = s.first_share == s.last_share;
-    const long stride = partial_floats(D, tiles);
-    // A share has at most two rows in common with others: the one it starts in, and the one it ends in.
-    auto partial = [&](int share) {
-      return P.q.partial + (2 * share + (share == s.first_share && s.first_is_second)) * stride;
-    };
-    auto store = [&](int row, int channel, float v) {
-      if (row >= rows) return;
-      const long to = (s.info.query_start + row / P.group) * P.q.out_token + (s.head * P.group + row % P.group) * D + channel;
-      if constexpr (BF16) static_cast<__nv_bfloat16*>(P.q.out)[to] = __float2bfloat16(v);
-      else static_cast<__half*>(P.q.out)[to] = __float2half(v);
-    };
+    float* partial = partial_of<D>(P, s, blockIdx.x, tiles);
+    auto store = [&](int row, int channel, float v) { store_output<D, BF16>(P, s, row, channel, v); };
     if (P.q.overlap) wait_for_previous();  // only now may outputs and workspace be written
     for (int round = 0; 2 * round < tiles; round++) {
       if (held >= 0)
 #pragma unroll
         for (int n = 0; n < NT; n++)
           if ((tile * NT + n) / 2 == round) {
-            float* to = reinterpret_cast<float*>(ring + held * L::BYTES) + (half + ((tile * NT + n) & 1)) * D * 8;
+            float* to = reinterpret_cast<float*>(ring + held * L::BYTES) + ((tile * NT + n) & 1) * D * 8;
 #pragma unroll
             for (int i = 0; i < D / 16; i++) {
               *reinterpret_cast<float2*>(to + (i * 16 + g) * 8 + 2 * t) = make_float2(st.o[n][i][0], st.o[n][i][1]);
@@ -386,12 +447,12 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
           }
       sync();
       for (int in_tile = 2 * round; in_tile < min(2 * round + 2, tiles); in_tile++) {
-        float* mine = partial(blockIdx.x) + in_tile * (D * 8 + 16);
+        float* mine = partial + in_tile * (D * 8 + 16);
         for (int i = tid; i < D * 2; i += threads) {  // one channel, four rows
           const int half = (i & 1) * 4;
           float v[4] = {0, 0, 0, 0}, sum[4] = {0, 0, 0, 0};
 #pragma unroll 4
-          for (int k = 0; k < sums; k++) {
+          for (int k = 0; k < lanes; k++) {
             const float4 l = *reinterpret_cast<const float4*>(s_sum + (k * tile_warps * NT + in_tile) * 8 + half);
             sum[0] += l.x, sum[1] += l.y, sum[2] += l.z, sum[3] += l.w;
             const int from = s_parked[k];
@@ -410,7 +471,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
         }
         if (!whole && tid < 8) {
           float top = NEVER;
-          for (int k = 0; k < sums; k++) top = fmaxf(top, s_top[(k * tile_warps * NT + in_tile) * 8 + tid]);
+          for (int k = 0; k < lanes; k++) top = fmaxf(top, s_top[(k * tile_warps * NT + in_tile) * 8 + tid]);
           mine[D * 8 + tid] = top;
         }
       }
@@ -426,63 +487,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
         *s_last = last;
       }
       sync();
-      if (*s_last) {
-        const int count = s.last_share - s.first_share + 1;
-        float* weight = reinterpret_cast<float*>(memory + at_.weight);
-        float* running = reinterpret_cast<float*>(memory + at_.running);
-        for (int in_tile = 0; in_tile < tiles; in_tile++) {
-          auto from = [&](int k) { return partial(s.first_share + k) + in_tile * (D * 8 + 16); };
-          for (int first_channel = 0; first_channel < D; first_channel += threads / 2) {
-            const int i = first_channel * 2 + tid, half = (i & 1) * 4;
-            float v[4] = {0, 0, 0, 0};
-            for (int base = 0; base < count; base += MERGE_AT_ONCE) {
-              const int here = min(MERGE_AT_ONCE, count - base);
-              constexpr int AHEAD = NT == 1 ? 8 : 16;
-              float4 o[AHEAD];
-#pragma unroll
-              for (int k = 0; k < AHEAD; k++)
-                if (k < here && i < D * 2) o[k] = __ldcg(reinterpret_cast<const float4*>(from(base + k)) + i);
-              // A warp a row: the weight of each share.
-              for (int row = warp; row < 8; row += P.warps) {
-                float t_ = NEVER, s_ = 0;
-                if (lane < here) t_ = __ldcg(from(base + lane) + D * 8 + row), s_ = __ldcg(from(base + lane) + D * 8 + 8 + row);
-                float high = t_;
-#pragma unroll
-                for (int d = 16; d; d >>= 1) high = fmaxf(high, shfl_xor(high, d));
-                const float before = base ? running[row] : NEVER;
-                high = fmaxf(high, before);
-                const float w = exp2_approx(t_ - high), f = exp2_approx(before - high);
-                float sum = w * s_;
-#pragma unroll
-                for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
-                weight[lane * 8 + row] = w;
-                __syncwarp();
-                if (lane == 0) running[8 + row] = (base ? running[8 + row] * f : 0.f) + sum, running[row] = high, running[16 + row] = f;
-              }
-              sync();
-              if (i < D * 2) {
-#pragma unroll
-                for (int j = 0; j < 4; j++) v[j] *= running[16 + half + j];
-                for (int k0 = 0; k0 < here; k0 += AHEAD) {
-#pragma unroll
-                  for (int k = 0; k < AHEAD; k++)
-                    if (k0 && k0 + k < here) o[k] = __ldcg(reinterpret_cast<const float4*>(from(base + k0 + k)) + i);
-#pragma unroll
-                  for (int k = 0; k < AHEAD; k++)
-                    if (k0 + k < here) {
-                      const float4 w = *reinterpret_cast<const float4*>(weight + (k0 + k) * 8 + half);
-                      v[0] += w.x * o[k].x, v[1] += w.y * o[k].y, v[2] += w.z * o[k].z, v[3] += w.w * o[k].w;
-                    }
-                }
-              }
-              if (base + MERGE_AT_ONCE >= count && i < D * 2)
-#pragma unroll
-                for (int j = 0; j < 4; j++) store(in_tile * 8 + half + j, i >> 1, v[j] * __frcp_rn(running[8 + half + j]));
-              sync();
-            }
-          }
-        }
-      }
+      if (*s_last) merge_shares<D, BF16>(P, s, reinterpret_cast<float*>(memory + at_.weight), tiles);
     }
     if (!s.more) return;
   }

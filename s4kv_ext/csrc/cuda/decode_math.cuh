@@ -1,4 +1,4 @@
-// One warp, one page or half of its tokens: scores, softmax and value sums of up to 8 * NT query rows.
+// One warp, one page: scores, softmax and value sums of up to 8 * NT query rows.
 //
 // S^T = K q^T and O^T = V^T p^T with mma.m16n8k16: tokens or channels on M, query rows on N. A
 // lane (g = lane / 4, t = lane % 4) holds accumulator rows g and g + 8, columns 2t and 2t + 1.
@@ -16,16 +16,9 @@ constexpr float NEVER = -1e30f;
 DEV uint4 load16(const uint8_t* p) { return *reinterpret_cast<const uint4*>(p); }
 DEV uint2 load8(const uint8_t* p) { return *reinterpret_cast<const uint2*>(p); }
 
-template <int N>
-DEV void load_words(uint32_t (&w)[N], const uint8_t* p) {
-  static_assert(N == 2 || N == 4);
-  if constexpr (N == 4) {
-    const uint4 v = load16(p);
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-  } else {
-    const uint2 v = load8(p);
-    w[0] = v.x, w[1] = v.y;
-  }
+DEV void load_words(uint32_t (&w)[4], const uint8_t* p) {
+  const uint4 v = load16(p);
+  w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
 }
 
 // The four A registers of a code word; rows g + 8 come out 16 times too large.
@@ -58,10 +51,10 @@ DEV void clear(State<D, NT>& s) {
   }
 }
 
-// T of the page's four tiles of 16 tokens: all, or with T == 2 those of `half`. query: the B operands
-// over slots, then over channels, of each tile of rows; in shared memory, as registers are scarce.
-template <int D, int NT, int T>
-DEV void sealed_page(const uint8_t* page, int half, int lane, bool has_sinks, const uint2* query,
+// query: the B operands over slots, then over channels, of each tile of rows; in shared memory, as
+// registers are scarce.
+template <int D, int NT>
+DEV void sealed_page(const uint8_t* page, int lane, bool has_sinks, const uint2* query,
                      const float (&scale)[NT][2], State<D, NT>& st) {
   using L = Layout<D>;
   const int g = lane >> 2, t = lane & 3;
@@ -70,14 +63,14 @@ DEV void sealed_page(const uint8_t* page, int half, int lane, bool has_sinks, co
   const float key_power = power_of_two((int8_t)(exponents & 255));
   const int value_exponent = (int8_t)(exponents >> 8);
 
-  float s[T][NT][4], dot[NT][2][4];  // scores of the codes; of the offsets, in two chains
+  float s[4][NT][4], dot[NT][2][4];  // scores of the codes; of the offsets, in two chains
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       dot[n][0][j] = dot[n][1][j] = 0;
 #pragma unroll
-      for (int i = 0; i < T; i++) s[i][n][j] = 0;
+      for (int i = 0; i < 4; i++) s[i][n][j] = 0;
     }
 #pragma unroll
   for (int p = 0; p < L::DCHUNKS / 2; p++) {  // offsets x, z in rows 0..7 of A and y, w in rows 8..15, as loaded
@@ -99,10 +92,10 @@ DEV void sealed_page(const uint8_t* page, int half, int lane, bool has_sinks, co
       const uint2 q = query[(n * FRAGMENTS + kc) * 32 + lane];
       b[n][0] = mul_h2(q.x, key_scale.x), b[n][1] = mul_h2(q.y, key_scale.y);
     }
-    uint32_t word[T];
-    load_words(word, page + L::KEY_CODE + kc * 512 + lane * 16 + half * 8);
+    uint32_t word[4];
+    load_words(word, page + L::KEY_CODE + kc * 512 + lane * 16);
 #pragma unroll
-    for (int i = 0; i < T; i++) {
+    for (int i = 0; i < 4; i++) {
       uint32_t a[4];
       unpack(word[i], a);
 #pragma unroll
@@ -123,7 +116,7 @@ DEV void sealed_page(const uint8_t* page, int half, int lane, bool has_sinks, co
       if (has_sinks) s[0][n][c] = s[0][n][c + 2] = -INFINITY;
       float x = s[0][n][c], y = s[0][n][c + 2];
 #pragma unroll
-      for (int i = 1; i < T; i++) x = fmaxf(x, s[i][n][c]), y = fmaxf(y, s[i][n][c + 2]);
+      for (int i = 1; i < 4; i++) x = fmaxf(x, s[i][n][c]), y = fmaxf(y, s[i][n][c + 2]);
       high[n][c] = fmaxf(x, y * 0.0625f);
     }
 #pragma unroll
@@ -153,7 +146,7 @@ DEV void sealed_page(const uint8_t* page, int half, int lane, bool has_sinks, co
       }
   }
 
-  uint32_t p_frag[NT][T][2];
+  uint32_t p_frag[NT][4][2];
   float to_v[NT][2];
 #pragma unroll
   for (int n = 0; n < NT; n++)
@@ -162,11 +155,11 @@ DEV void sealed_page(const uint8_t* page, int half, int lane, bool has_sinks, co
       to_v[n][c] = exp2_approx(value_exponent + st.top[n][c] - st.top_v[n][c]);
       base[n][c] += P_BITS - st.top[n][c];
     }
-  uint32_t value_scale[T], value_offset[T];
-  load_words(value_scale, page + L::VALUE_SCALE + g * 16 + half * 8);
-  load_words(value_offset, page + L::VALUE_OFFSET + g * 16 + half * 8);
+  uint32_t value_scale[4], value_offset[4];
+  load_words(value_scale, page + L::VALUE_SCALE + g * 16);
+  load_words(value_offset, page + L::VALUE_OFFSET + g * 16);
 #pragma unroll
-  for (int i = 0; i < T; i++) {
+  for (int i = 0; i < 4; i++) {
     const float2 off = unpack2<false>(value_offset[i]);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -185,11 +178,11 @@ DEV void sealed_page(const uint8_t* page, int half, int lane, bool has_sinks, co
     }
   }
 #pragma unroll
-  for (int kc = 0; kc < T; kc++)
+  for (int kc = 0; kc < 4; kc++)
 #pragma unroll
     for (int h = 0; h < D / 64; h++) {
-      const uint4 w = load16(page + L::VALUE_CODE + ((2 * half + kc) * (D / 64) + h) * 512 + lane * 16);
-      const uint32_t word[4] = {w.x, w.y, w.z, w.w};
+      uint32_t word[4];
+      load_words(word, page + L::VALUE_CODE + (kc * (D / 64) + h) * 512 + lane * 16);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         uint32_t a[4];

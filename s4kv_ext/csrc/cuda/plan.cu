@@ -76,14 +76,14 @@ struct Heads {
   }
   // Equal shares, but a cut that falls close to the end of a row is moved there.
   __device__ int share_start(int k) const {
-    const int x = (int)((long)total * k / shares);
+    const int x = total / shares * k + total % shares * k / shares;  // total * k / shares without overflow
     if (x <= 0 || x >= total) return x;
     const Place at = locate(x);
     const int near = total / shares / 16;
     return at.page <= near ? x - at.page : at.count - at.page <= near ? x + at.count - at.page : x;
   }
   __device__ int share_of(int page) const {
-    int k = (int)(((long)(page + 1) * shares - 1) / total);
+    int k = min((int)((float)page * shares / total), shares - 1);
     while (k + 1 < shares && share_start(k + 1) <= page) k++;
     while (share_start(k) > page) k--;
     return k;
