@@ -13,6 +13,7 @@ or run before the replay. Whoever captures keeps the tables and the plan where t
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +28,10 @@ MAX_QUERIES = 8
 
 
 @functools.cache
-def load(path: str | None = None) -> None:
-    """Load the library once; it lies beside this file in the wheel."""
-    torch.ops.load_library(path or str(Path(__file__).with_name("libs4kv_cuda.so")))
+def load() -> None:
+    """Load the library once: beside this file in the wheel, or where S4KV_CUDA_LIBRARY says."""
+    beside = Path(__file__).with_name("libs4kv_cuda.so")
+    torch.ops.load_library(os.environ.get("S4KV_CUDA_LIBRARY", str(beside)))
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,11 @@ class DecodeShape:
     @property
     def shared_bytes(self) -> int:
         """csrc/cuda/decode.cuh, shared_layout"""
-        d, warps, tiles = self.head_dim, self.warps, self.tiles
-        rows = self.tile_warps * tiles * 8
-        fragments = tiles * (d // 8 + 1) * 256 if self.tile_warps == 1 else 0
-        fixed = rows * (d * 2 + 4) + fragments + (d + 16) * 2 + 96 + 16 + warps * tiles * 64
-        return self.lanes * (self.stages * (head_page_bytes(d) + 16) + 4) + fixed + 32 * 32 + 96 + 4
+        d, rows = self.head_dim, self.tile_warps * self.tiles * 8
+        buffers = self.lanes * self.stages * (head_page_bytes(d) + 16)
+        queries = rows * (2 * d + 4) + rows // 8 * (d // 8 + 1) * 256 + (d + 16) * 2
+        sums = self.warps * self.tiles * 64 + self.lanes * 4 + 32 * 32 + 96
+        return buffers + queries + sums + 116  # and two segments, two barriers and a flag
 
 
 def decode_shape(
@@ -71,36 +73,52 @@ def decode_shape(
     warps: int | None = None,
     stages: int | None = None,
 ) -> DecodeShape:
-    """The shape for ``group * max_queries`` query rows on a card with so much shared memory a block.
+    """The shape for ``group * max_queries`` query rows and so much shared memory a block.
 
     heads: KV heads. The last two override what is chosen here, for experiments.
     """
     if not 1 <= group <= 16 or not 1 <= max_queries <= MAX_QUERIES:
-        raise ValueError(f"decode takes 1..16 query heads a KV head and 1..{MAX_QUERIES} queries, got {group}, {max_queries}")
+        raise ValueError(
+            f"decode takes 1..16 query heads a KV head and 1..{MAX_QUERIES} queries, "
+            f"got {group}, {max_queries}"
+        )
     row_tiles = -(-group * max_queries // 8)
     tiles = 1 if row_tiles == 1 else 2
     tile_warps = -(-row_tiles // tiles)
-    most = warps or (11 if tiles == 1 else 7)
+    # 11 warps of one tile would fit too: no faster with large batches, slower with small ones.
+    most = warps or (8 if tiles == 1 else 7)
     for lanes in range(max(1, most // tile_warps), 0, -1):
         for depth in (stages,) if stages else (4, 3, 2):
-            shape = DecodeShape(heads, group, head_dim, tile_warps, tiles, lanes * tile_warps, depth, processors)
+            shape = DecodeShape(
+                heads, group, head_dim, tile_warps, tiles, lanes * tile_warps, depth, processors
+            )
             if shape.shared_bytes <= shared_bytes:
                 return shape
-    raise ValueError(f"{group} x {max_queries} query rows of {head_dim} do not fit {shared_bytes} bytes of shared memory")
+    raise ValueError(
+        f"{group} x {max_queries} query rows of {head_dim} do not fit {shared_bytes} bytes of "
+        f"shared memory"
+    )
 
 
-def decode_shape_for(device: torch.device, heads: int, group: int, head_dim: int, max_queries: int = 1, **override) -> DecodeShape:
+def decode_shape_for(
+    device: torch.device, heads: int, group: int, head_dim: int, max_queries: int = 1, **override
+) -> DecodeShape:
     p = torch.cuda.get_device_properties(device)
     return decode_shape(
-        heads, group, head_dim, max_queries,
-        shared_bytes=p.shared_memory_per_block_optin, processors=p.multi_processor_count, **override,
-    )  # fmt: skip
+        heads,
+        group,
+        head_dim,
+        max_queries,
+        shared_bytes=p.shared_memory_per_block_optin,
+        processors=p.multi_processor_count,
+        **override,
+    )
 
 
 @dataclass
 class Pages:
-    """One layer's cache: sealed [pages, H, bytes] uint8, recent [pages, H, 2, 16, D] (strided views of
-    one memory), slot_channel [H, D + 16] int16."""
+    """One layer's cache, strided views of one memory: sealed [pages, H, bytes] uint8, recent
+    [pages, H, 2, 16, D]. slot_channel [H, D + 16] int16."""
 
     sealed: Tensor
     recent: Tensor
@@ -110,7 +128,9 @@ class Pages:
 class StepPlan:
     """What a step has to do, on the device, in buffers that stay where they are."""
 
-    def __init__(self, shape: DecodeShape, max_requests: int, max_tokens: int, device: torch.device | str) -> None:
+    def __init__(
+        self, shape: DecodeShape, max_requests: int, max_tokens: int, device: torch.device | str
+    ) -> None:
         def ints(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
@@ -130,7 +150,15 @@ class StepPlan:
 
     @property
     def nbytes(self) -> int:
-        own = (self.header, self.request, self.share, self.seal, self.slot, self.partial, self.arrivals)
+        own = (
+            self.header,
+            self.request,
+            self.share,
+            self.seal,
+            self.slot,
+            self.partial,
+            self.arrivals,
+        )
         return sum(t.nbytes for t in own)
 
     def update(
@@ -150,8 +178,12 @@ class StepPlan:
         requests = seq_lens.shape[0]
         self.tables = (query_start_loc, seq_lens, sealed_table, recent_table)
         self.buffers = (
-            self.header, self.request, self.share, self.seal[: num_tokens // BLOCK + requests], self.slot[:num_tokens],
-        )  # fmt: skip
+            self.header,
+            self.request,
+            self.share,
+            self.seal[: num_tokens // BLOCK + requests],
+            self.slot[:num_tokens],
+        )
         most = self.max_queries if max_queries is None else min(max_queries, self.max_queries)
         torch.ops.s4kv_cuda.plan_step(
             *self.tables, *self.buffers, most, self.shape.heads, self.shape.lanes
@@ -165,7 +197,9 @@ def store_and_seal(plan: StepPlan, key: Tensor, value: Tensor, pages: Pages) -> 
     )
 
 
-def decode(plan: StepPlan, query: Tensor, out: Tensor, pages: Pages, scale: float, overlap: bool = False) -> None:
+def decode(
+    plan: StepPlan, query: Tensor, out: Tensor, pages: Pages, scale: float, overlap: bool = False
+) -> None:
     """Attention output of the requests with few query tokens; query, out [T, H * group, D].
 
     The step's own keys and values are read from the recent pages, so store_and_seal comes first.
@@ -173,16 +207,33 @@ def decode(plan: StepPlan, query: Tensor, out: Tensor, pages: Pages, scale: floa
     """
     s = plan.shape
     torch.ops.s4kv_cuda.decode(
-        query, out, pages.sealed, pages.recent, pages.slot_channel, *plan.tables, *plan.buffers, plan.partial,
-        plan.arrivals, scale, s.group, s.tile_warps, s.tiles, s.warps, s.stages, overlap,
-    )  # fmt: skip
+        query,
+        out,
+        pages.sealed,
+        pages.recent,
+        pages.slot_channel,
+        *plan.tables,
+        *plan.buffers,
+        plan.partial,
+        plan.arrivals,
+        scale,
+        s.group,
+        s.tile_warps,
+        s.tiles,
+        s.warps,
+        s.stages,
+        overlap,
+    )
 
 
-def dequant_context(plan: StepPlan, pages: Pages, start: Tensor, rows: Tensor, key: Tensor, value: Tensor) -> None:
+def dequant_context(
+    plan: StepPlan, pages: Pages, start: Tensor, rows: Tensor, key: Tensor, value: Tensor
+) -> None:
     """Part of each request's context, in full precision, as its queries see it.
 
-    Tokens start[i] (a multiple of 64) to start[i] + rows[i + 1] - rows[i], at most what was computed
-    before the step, go to key and value [tokens, H, D] from row rows[i] on. All int32, on the device.
+    Tokens start[i] (a multiple of 64) to start[i] + rows[i + 1] - rows[i], at most what was
+    computed before the step, go to key and value [tokens, H, D] from row rows[i] on. start and rows
+    are int32 on the device.
     """
     torch.ops.s4kv_cuda.dequant_context(
         pages.sealed, pages.recent, pages.slot_channel, *plan.tables, start, rows, key, value

@@ -2,9 +2,10 @@
 
 A warp lane loads 16 bytes and has, after two masks and a shift, the A operands of four matrix
 products: tokens by slots for the keys, channels by tokens for the values. Within a 32-bit word,
-nibble (r, j) belongs to row ``g + 8 r`` and to k index ``2 t + (0, 1, 8, 9)[j]`` of a 16 x 16 tile
-(lane = 4 g + t). Offsets of keys and scales of slots are in natural order; the scales and offsets of
-values in the order in which a lane needs them. ``csrc/cuda/layout.cuh`` is the same in C++.
+nibble (r, j) belongs to row ``g + 8 r`` and to k index ``2 t + (0, 1, 8, 9)[j]`` of a 16 x 16
+tile (lane = 4 g + t). Offsets of keys and scales of slots are in natural order; the scales and
+offsets of values in the order in which a lane needs them. ``csrc/cuda/layout.cuh`` is the same in
+C++.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _grid(*sizes: int) -> tuple[Tensor, ...]:
 
 
 def _slot(step: Tensor, t: Tensor, j: Tensor, head_dim: int) -> Tensor:
-    """Slot of k16 step ``step``: a lane's slots of two steps are neighbours, those of the last too."""
+    """Slot of k16 step ``step``: a lane's slots of two steps are neighbours, as are the last's."""
     pair = (step >> 1) * 32 + t * 8 + (step & 1) * 4 + j
     return torch.where(step < head_dim // 16, pair, head_dim + t * 4 + j)
 
@@ -40,7 +41,7 @@ def _key_order(head_dim: int) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _value_order(head_dim: int) -> tuple[Tensor, Tensor]:
-    """Token and channel (of the low nibble; the high one's is 8 more) of each byte of ``value_code``."""
+    """Token and channel (of the low nibble; the high one's is 8 more) of ``value_code``'s bytes."""
     step, half, g, t, tile, byte = _grid(4, head_dim // 64, 8, 4, 4, 4)
     j = (byte >> 1) + 2 * (byte & 1)
     token = step * 16 + 2 * t + _K_INDEX[j]
@@ -99,7 +100,10 @@ class MmaPacking:
         key_code[:, token, slot], key_code[:, token + 8, slot] = raw & 15, raw >> 4
         raw = section("value_code", torch.uint8)
         value_code[:, v_token, channel], value_code[:, v_token, channel + 8] = raw & 15, raw >> 4
-        value_scale, value_offset = section("value_scale", torch.float16), section("value_offset", torch.float16)
+        value_scale, value_offset = (
+            section("value_scale", torch.float16),
+            section("value_offset", torch.float16),
+        )
         exponents = section("exponents", torch.int8)
         return SealedBlock(
             key_code,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from s4kv_ext.channel_map import allocate
 from s4kv_ext.cuda_ops import DecodeShape, Pages, StepPlan, decode_shape_for
-from s4kv_ext.format import BLOCK, SINKS, head_page_bytes, key_slots, sealed_tokens
+from s4kv_ext.format import BLOCK, SINKS, head_page_bytes, sealed_tokens
 from s4kv_ext.packing_mma import MmaPacking
 from s4kv_ext.quantize import dequantize, quantize
 from s4kv_ext.reference import Step
@@ -43,7 +43,9 @@ def slot_map(heads: int, dim: int, generator: torch.Generator, unused: int = 0) 
     return slots
 
 
-def random_tokens(n: int, heads: int, dim: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def random_tokens(
+    n: int, heads: int, dim: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Keys with outlier channels and plain values, float32 [n, heads, dim]."""
     key = torch.randn(n, heads, dim, generator=generator)
     key[..., 5::32] += 12
@@ -72,7 +74,13 @@ class Case:
         **shape: int | None,
     ) -> None:
         g = torch.Generator().manual_seed(seed)
-        self.requests, self.heads, self.group, self.dim, self.dtype = requests, heads, group, dim, dtype
+        self.requests, self.heads, self.group, self.dim, self.dtype = (
+            requests,
+            heads,
+            group,
+            dim,
+            dtype,
+        )
         new = [r.new for r in requests]
         self.tokens = sum(new)
         self.slot_channel = slot_map(heads, dim, g, unused_slots)
@@ -83,7 +91,10 @@ class Case:
         magnitude = 2.0 ** torch.randint(-2, 3, (POOL, 1, heads, 1), generator=g)
         value = (value.reshape(POOL, BLOCK, heads, dim) * magnitude * value_scale).flatten(0, 1)
         blocks = [
-            x.to(dtype).reshape(POOL, BLOCK, heads, dim).transpose(0, 1).reshape(BLOCK, POOL * heads, dim)
+            x.to(dtype)
+            .reshape(POOL, BLOCK, heads, dim)
+            .transpose(0, 1)
+            .reshape(BLOCK, POOL * heads, dim)
             for x in (key, value)
         ]
         block = quantize(*blocks, self.slot_channel.repeat(POOL, 1), False)
@@ -116,7 +127,9 @@ class Case:
         head_bytes = head_page_bytes(dim)
         stride = heads * head_bytes + pad
         self.memory = torch.full((offset + count * stride,), 255, dtype=torch.uint8, device=device)
-        self.pages = Pages(*self.views(self.memory, count, stride, offset), self.slot_channel.to(device))
+        self.pages = Pages(
+            *self.views(self.memory, count, stride, offset), self.slot_channel.to(device)
+        )
 
         # Old tokens that are not sealed, then the step's own.
         self.fill = []  # [pages of the pool] of each request
@@ -140,7 +153,11 @@ class Case:
             self.old.append((position.to(device), k, v))
         k, v = (x.to(dtype).to(device) for x in random_tokens(self.tokens, heads, dim, g))
         self.key, self.value = k, v * value_scale
-        self.query = (torch.randn(self.tokens, heads * group, dim, generator=g) * query_scale).to(dtype).to(device)
+        self.query = (
+            (torch.randn(self.tokens, heads * group, dim, generator=g) * query_scale)
+            .to(dtype)
+            .to(device)
+        )
         self.query_start = torch.tensor([0, *new], dtype=torch.int32).cumsum(0).int().to(device)
         self.seq_lens = torch.tensor([r.total for r in requests], dtype=torch.int32, device=device)
         self.scale = dim**-0.5
@@ -152,42 +169,65 @@ class Case:
 
     def views(self, memory: Tensor, count: int, stride: int, offset: int) -> tuple[Tensor, Tensor]:
         h, d = self.heads, self.dim
-        sealed = memory[offset:].as_strided((count, h, head_page_bytes(d)), (stride, head_page_bytes(d), 1), offset)
+        sealed = memory[offset:].as_strided(
+            (count, h, head_page_bytes(d)), (stride, head_page_bytes(d), 1), offset
+        )
         typed = memory[: memory.numel() // 2 * 2].view(self.dtype)
-        recent = typed.as_strided((count, h, 2, SINKS, d), (stride // 2, 2 * SINKS * d, SINKS * d, d, 1), offset // 2)
+        recent = typed.as_strided(
+            (count, h, 2, SINKS, d), (stride // 2, 2 * SINKS * d, SINKS * d, d, 1), offset // 2
+        )
         return sealed, recent
 
     def update(self) -> None:
         self.plan.update(
-            self.query_start, self.seq_lens, self.sealed_table, self.recent_table, self.tokens, self.max_queries
+            self.query_start,
+            self.seq_lens,
+            self.sealed_table,
+            self.recent_table,
+            self.tokens,
+            self.max_queries,
         )
 
     def step(self) -> Step:
         """The same for the reference, on the CPU."""
         return Step(
-            self.query_start.cpu(), self.seq_lens.cpu(), self.sealed_table.cpu(), self.recent_table.cpu()
+            self.query_start.cpu(),
+            self.seq_lens.cpu(),
+            self.sealed_table.cpu(),
+            self.recent_table.cpu(),
         )
 
     def context(self, i: int) -> tuple[Tensor, Tensor]:
-        """K and V [H, computed, D] float32 of request i's earlier tokens, as its queries see them."""
+        """K and V [H, computed, D] float32 of request i's earlier tokens, as its queries see."""
         r, index = self.requests[i], self.fill[i]
-        k, v = (torch.full((self.heads, r.computed, self.dim), torch.nan, device="cuda") for _ in range(2))
+        k, v = (
+            torch.full((self.heads, r.computed, self.dim), torch.nan, device="cuda")
+            for _ in range(2)
+        )
         n = r.sealed_before
         if n:
             for x, kv in zip((k, v), self.pool_kv, strict=True):
                 x[:, :n] = kv[index].transpose(0, 1).flatten(1, 2)
         position, old_k, old_v = self.old[i]
-        k[:, position], v[:, position] = old_k.float().transpose(0, 1), old_v.float().transpose(0, 1)
+        k[:, position], v[:, position] = (
+            old_k.float().transpose(0, 1),
+            old_v.float().transpose(0, 1),
+        )
         return k, v
 
     def attend(self, i: int) -> Tensor:
         """Attention output of request i's queries, float64 [new, heads * group, D]."""
-        r, rows = self.requests[i], slice(self.query_start[i].item(), self.query_start[i + 1].item())
+        r, rows = (
+            self.requests[i],
+            slice(self.query_start[i].item(), self.query_start[i + 1].item()),
+        )
         k, v = self.context(i)
         k = torch.cat((k, self.key[rows].float().transpose(0, 1)), 1).double()
         v = torch.cat((v, self.value[rows].float().transpose(0, 1)), 1).double()
         q = self.query[rows].double().unflatten(1, (self.heads, self.group))
-        out = torch.empty(r.new, self.heads, self.group, self.dim, dtype=torch.float64, device="cuda")
+        out = torch.empty(
+            r.new, self.heads, self.group, self.dim, dtype=torch.float64, device="cuda"
+        )
         for j in range(r.new):
             n = r.computed + j + 1
             score = torch.einsum("hgd,hkd->hgk", q[j], k[:, :n]) * self.scale

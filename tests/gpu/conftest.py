@@ -1,5 +1,3 @@
-import os
-
 import pytest
 import torch
 
@@ -17,4 +15,4 @@ def pytest_configure(config: pytest.Config) -> None:
     if torch.cuda.is_available():
         from s4kv_ext import cuda_ops
 
-        cuda_ops.load(os.environ.get("S4KV_CUDA_LIBRARY"))
+        cuda_ops.load()

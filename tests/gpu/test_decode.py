@@ -6,7 +6,31 @@ import torch
 from s4kv_ext import cuda_ops
 from tests.gpu.cases import Case, Request, microseconds, relative_error
 
-BOUNDARIES = [1, 2, 15, 16, 17, 63, 64, 65, 79, 80, 81, 127, 128, 129, 143, 144, 145, 191, 192, 193, 255, 256, 257]
+BOUNDARIES = [
+    1,
+    2,
+    15,
+    16,
+    17,
+    63,
+    64,
+    65,
+    79,
+    80,
+    81,
+    127,
+    128,
+    129,
+    143,
+    144,
+    145,
+    191,
+    192,
+    193,
+    255,
+    256,
+    257,
+]
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 3e-3}
 
 
@@ -26,7 +50,9 @@ def run(case: Case, name: str, overlap: bool = False) -> torch.Tensor:
             errors.append(relative_error(out[rows], case.attend(i)))
     error = max(errors, default=0.0)
     time = microseconds(lambda: cuda_ops.decode(case.plan, case.query, out, case.pages, case.scale))
-    print(f"{name:60} error {error:.1e} {time:8.2f} us {case.decode_bytes() / time / 1000:7.0f} GB/s")
+    print(
+        f"{name:60} error {error:.1e} {time:8.2f} us {case.decode_bytes() / time / 1000:7.0f} GB/s"
+    )
     assert error < LIMIT[case.dtype], errors
     return out
 
@@ -59,14 +85,27 @@ def test_query_tokens(dim: int, group: int, queries: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_mixed_batch_skips_prefills(dim: int) -> None:
-    requests = [Request(700, 1), Request(0, 100), Request(0, 0), Request(300, 4), Request(64, 8), Request(128, 30), Request(500, 2)]
+    requests = [
+        Request(700, 1),
+        Request(0, 100),
+        Request(0, 0),
+        Request(300, 4),
+        Request(64, 8),
+        Request(128, 30),
+        Request(500, 2),
+    ]
     run(Case(requests, dim=dim), f"mixed, D {dim}")
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_step_after_a_prefix_hit(dim: int, overlap: bool) -> None:
-    requests = [Request(64, 1, hit=True), Request(128, 8, hit=True), Request(640, 3, hit=True), Request(640, 3)]
+    requests = [
+        Request(64, 1, hit=True),
+        Request(128, 8, hit=True),
+        Request(640, 3, hit=True),
+        Request(640, 3),
+    ]
     run(Case(requests, dim=dim), f"prefix hit, D {dim}", overlap)
 
 
@@ -89,32 +128,49 @@ def test_small_shared_memory() -> None:
     case = Case([Request(n, 1) for n in (1000, 3, 2500)])
     shape = cuda_ops.decode_shape(2, 7, 128, shared_bytes=99 * 1024, processors=132)
     s = case.shape
-    assert s.shared_bytes == torch.ops.s4kv_cuda.decode_shared_bytes(128, s.tile_warps, s.tiles, s.warps, s.stages)
+    assert s.shared_bytes == torch.ops.s4kv_cuda.decode_shared_bytes(
+        128, s.tile_warps, s.tiles, s.warps, s.stages
+    )
     case.plan = cuda_ops.StepPlan(shape, len(case.requests), case.tokens, "cuda")
     run(case, f"99 KB: {shape.warps} warps, {shape.stages} stages")
 
 
-@pytest.mark.parametrize("batch,length", [(32, 1024), (8, 8192), (32, 8192), (1, 32768), (1, 131072)])
+@pytest.mark.parametrize(
+    "batch,length", [(32, 1024), (8, 8192), (32, 8192), (1, 32768), (1, 131072)]
+)
 def test_long_contexts(batch: int, length: int) -> None:
     """Error does not grow with the context; one split and many agree."""
     case = Case([Request(length - 1 - i % 70, 1) for i in range(batch)], heads=4)
     run(case, f"{batch} x {length}")
 
 
-@pytest.mark.parametrize("value_scale,query_scale", [(1e-30, 1.0), (1e30, 1.0), (1.0, 4.0), (1.0, 1e-20), (1.0, 0.0)])
+@pytest.mark.parametrize(
+    "value_scale,query_scale", [(1e-30, 1.0), (1e30, 1.0), (1.0, 4.0), (1.0, 1e-20), (1.0, 0.0)]
+)
 def test_magnitudes(value_scale: float, query_scale: float) -> None:
-    case = Case([Request(700, 1), Request(130, 2)], value_scale=value_scale, query_scale=query_scale)
+    case = Case(
+        [Request(700, 1), Request(130, 2)], value_scale=value_scale, query_scale=query_scale
+    )
     run(case, f"values x {value_scale:g}, queries x {query_scale:g}")
 
 
 def test_unused_slots_and_padded_strides() -> None:
     for pad, offset in ((0, 0), (32, 16), (160, 4096)):
-        run(Case([Request(700, 1)], pad=pad, offset=offset, unused_slots=16), f"pad {pad}, offset {offset}")
+        run(
+            Case([Request(700, 1)], pad=pad, offset=offset, unused_slots=16),
+            f"pad {pad}, offset {offset}",
+        )
 
 
 def test_graph_replay_follows_the_device_tensors() -> None:
     """One capture of plan + store + decode, replayed over lengths that only the device knows."""
-    steps = [[1, 40, 300, 5000], [2, 41, 301, 5001], [130, 64, 65, 66], [200, 1, 1, 9000], [0, 128, 0, 191]]
+    steps = [
+        [1, 40, 300, 5000],
+        [2, 41, 301, 5001],
+        [130, 64, 65, 66],
+        [200, 1, 1, 9000],
+        [0, 128, 0, 191],
+    ]
     first = Case([Request(max(s[i] for s in steps), 1) for i in range(4)])
     out = torch.empty_like(first.query)
 

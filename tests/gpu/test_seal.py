@@ -9,12 +9,28 @@ from s4kv_ext.packing_mma import MmaPacking
 from tests.gpu.cases import Case, Request, microseconds
 
 STEPS = {
-    "decode": [Request(n - 1, 1) for n in (1, 16, 17, 127, 128, 129, 191, 192, 193, 256, 1024, 1025)],
+    "decode": [
+        Request(n - 1, 1) for n in (1, 16, 17, 127, 128, 129, 191, 192, 193, 256, 1024, 1025)
+    ],
     "speculative": [Request(n, 8) for n in (0, 8, 56, 64, 119, 120, 121, 127, 128, 183, 184, 500)],
     "first chunks": [Request(0, n) for n in (1, 15, 64, 100, 127, 128, 129, 192, 400)],
-    "later chunks": [Request(n, m) for n, m in ((10, 300), (64, 64), (70, 58), (100, 200), (128, 128), (130, 600), (63, 65))],
-    "prefix hits": [Request(64, 70, hit=True), Request(128, 1, hit=True), Request(256, 300, hit=True), Request(256, 300)],
-    "idle requests": [Request(0, 0), Request(127, 1), Request(0, 0), Request(5, 200), Request(300, 0)],
+    "later chunks": [
+        Request(n, m)
+        for n, m in ((10, 300), (64, 64), (70, 58), (100, 200), (128, 128), (130, 600), (63, 65))
+    ],
+    "prefix hits": [
+        Request(64, 70, hit=True),
+        Request(128, 1, hit=True),
+        Request(256, 300, hit=True),
+        Request(256, 300),
+    ],
+    "idle requests": [
+        Request(0, 0),
+        Request(127, 1),
+        Request(0, 0),
+        Request(5, 200),
+        Request(300, 0),
+    ],
 }
 
 
@@ -27,7 +43,13 @@ def test_bytes_are_the_reference_s(name: str, dim: int, dtype: torch.dtype) -> N
     expected = case.memory.cpu()
     sealed, recent = case.views(expected, count, stride, offset)
     reference.store_and_seal(
-        case.key.cpu(), case.value.cpu(), sealed, recent, case.step(), case.slot_channel, MmaPacking()
+        case.key.cpu(),
+        case.value.cpu(),
+        sealed,
+        recent,
+        case.step(),
+        case.slot_channel,
+        MmaPacking(),
     )
     case.update()
 
@@ -55,9 +77,17 @@ def test_magnitudes(scale: float) -> None:
         case.key.abs_()
         case.value.abs_()
     expected = case.memory.cpu()
-    sealed, recent = case.views(expected, case.pages.sealed.shape[0], case.pages.sealed.stride(0), 32)
+    sealed, recent = case.views(
+        expected, case.pages.sealed.shape[0], case.pages.sealed.stride(0), 32
+    )
     reference.store_and_seal(
-        case.key.cpu(), case.value.cpu(), sealed, recent, case.step(), case.slot_channel, MmaPacking()
+        case.key.cpu(),
+        case.value.cpu(),
+        sealed,
+        recent,
+        case.step(),
+        case.slot_channel,
+        MmaPacking(),
     )
     case.update()
     cuda_ops.store_and_seal(case.plan, case.key, case.value, case.pages)
@@ -70,7 +100,9 @@ def test_cost_in_decode() -> None:
             lengths = [1024 if i < due else 1050 for i in range(batch)]
             case = Case([Request(n - 1, 1) for n in lengths], heads=4)
             case.update()
-            time = microseconds(lambda c=case: cuda_ops.store_and_seal(c.plan, c.key, c.value, c.pages))
+            time = microseconds(
+                lambda c=case: cuda_ops.store_and_seal(c.plan, c.key, c.value, c.pages)
+            )
             plan = microseconds(case.update)
             print(f"batch {batch:4}, {due:4} seal: {time:6.2f} us, plan {plan:6.2f} us")
 
@@ -78,6 +110,8 @@ def test_cost_in_decode() -> None:
 def test_prefill_chunk_of_8192() -> None:
     case = Case([Request(0, 8192)], heads=4)
     case.update()
-    time = microseconds(lambda: cuda_ops.store_and_seal(case.plan, case.key, case.value, case.pages))
+    time = microseconds(
+        lambda: cuda_ops.store_and_seal(case.plan, case.key, case.value, case.pages)
+    )
     print(f"8192 new tokens, 4 heads: {time:.1f} us")
     assert SINKS == 16

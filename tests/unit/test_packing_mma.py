@@ -25,7 +25,14 @@ def random_block(heads: int, dim: int) -> SealedBlock:
 
     slots = key_slots(dim)
     return SealedBlock(
-        code(slots), half(slots), half(dim), code(dim), half(BLOCK), half(BLOCK), exponent(), exponent()
+        code(slots),
+        half(slots),
+        half(dim),
+        code(dim),
+        half(BLOCK),
+        half(BLOCK),
+        exponent(),
+        exponent(),
     )
 
 
@@ -49,24 +56,39 @@ def test_words_are_mma_operands(dim: int) -> None:
     start, size = sections(dim)["key_code"]
     key = page[:, start : start + size].contiguous().view(torch.int32).reshape(2, -1, 32, 4)
     start, size = sections(dim)["value_code"]
-    value = page[:, start : start + size].contiguous().view(torch.int32).reshape(2, 4, dim // 64, 32, 4)
+    value = (
+        page[:, start : start + size].contiguous().view(torch.int32).reshape(2, 4, dim // 64, 32, 4)
+    )
     for lane in range(32):
         g, t = divmod(lane, 4)
         for tile in range(4):
-            for register, mask, shift in ((0, 0x000F000F, 0), (1, 0x00F000F0, 0), (2, 0x000F000F, 8), (3, 0x00F000F0, 8)):
+            for register, mask, shift in (
+                (0, 0x000F000F, 0),
+                (1, 0x00F000F0, 0),
+                (2, 0x000F000F, 8),
+                (3, 0x00F000F0, 8),
+            ):
                 row, first_k = g + 8 * (register & 1), 2 * t + 8 * (register >> 1)
                 for upper in range(2):  # the register's two halves: k and k + 1
                     bit = 16 * upper + 4 * (register & 1)
-                    nibble = [((w >> shift) & mask) >> bit & 15 for w in key[1, :, lane, tile].tolist()]
+                    nibble = [
+                        ((w >> shift) & mask) >> bit & 15 for w in key[1, :, lane, tile].tolist()
+                    ]
                     j = 2 * (register >> 1) + upper
                     for step, code in enumerate(nibble):
-                        base = step // 2 * 32 + t * 8 + step % 2 * 4 if step < dim // 16 else dim + t * 4
+                        base = (
+                            step // 2 * 32 + t * 8 + step % 2 * 4
+                            if step < dim // 16
+                            else dim + t * 4
+                        )
                         assert code == block.key_code[1, tile * 16 + row, base + j]
                     for step in range(4):
                         for half in range(dim // 64):
                             w = value[1, step, half, lane, tile].item()
                             channel = half * 64 + tile * 16 + row
-                            assert ((w >> shift) & mask) >> bit & 15 == block.value_code[1, step * 16 + first_k + upper, channel]
+                            assert ((w >> shift) & mask) >> bit & 15 == block.value_code[
+                                1, step * 16 + first_k + upper, channel
+                            ]
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -49,12 +49,15 @@ union Scratch {
 // Exponent that brings `top` into [16, 32).
 DEV int exponent_of(float top) { return top > 0 ? max((__float_as_int(top) >> 23) - 131, MIN_EXPONENT) : 0; }
 
+// Rarely needed, and long when inlined.
+__device__ __noinline__ float rounded_quotient(float x, float y) { return rintf(__fdiv_rn(x, y)); }
+
 // Rounds (x - offset) / scale as a correctly rounded division would; `inverse` is 1 / scale. The
 // product errs by less than 1e-4, so only near a tie is the division itself needed.
 DEV float code_of(float x, float offset, float scale, float inverse, float steps) {
   const float d = __fsub_rn(x, offset), y = d * inverse;
   float r = rintf(y);
-  if (fabsf(fabsf(y - r) - 0.5f) < 1e-4f) r = rintf(__fdiv_rn(d, scale));
+  if (fabsf(fabsf(y - r) - 0.5f) < 1e-4f) r = rounded_quotient(d, scale);
   return scale > 0 ? fminf(fmaxf(r, 0.f), steps) : 0.f;
 }
 
@@ -256,10 +259,12 @@ template <int D, bool BF16>
 __global__ void __launch_bounds__(THREADS) seal_kernel(const __grid_constant__ Params p) {
   __shared__ __align__(16) Scratch<D> scratch;
   launch_dependents();
-  if (blockIdx.x >= p.seal_blocks) return store<D>(p, blockIdx.x - p.seal_blocks);
-  const int heads = p.pages.heads, work = p.header->seals * heads * 2;  // keys and values apart
+  if ((int)blockIdx.x >= p.seal_blocks) return store<D>(p, blockIdx.x - p.seal_blocks);
+  const int heads = p.pages.heads;
+  Seal s = p.seal[blockIdx.x / (2 * heads)];  // asked for together with their number
+  const int work = p.header->seals * heads * 2;  // keys and values apart
   for (int i = blockIdx.x; i < work; i += p.seal_blocks) {
-    const Seal s = p.seal[i / (2 * heads)];
+    if (i != (int)blockIdx.x) s = p.seal[i / (2 * heads)];
     const int h = i / 2 % heads;
     const int id = p.step.sealed_table[s.request * p.step.sealed_stride + s.start / BLOCK];
     uint8_t* out = p.pages.sealed + id * p.pages.sealed_page + h * p.pages.sealed_head;
