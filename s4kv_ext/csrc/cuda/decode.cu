@@ -16,7 +16,10 @@ void launch(const DecodeParams& p, int grid, cudaStream_t stream) {
   cudaLaunchAttribute overlap[1];
   overlap[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap[0].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = overlap, config.numAttrs = p.q.overlap ? 1 : 0;
+  int device = 0, major = 0;
+  check(cudaGetDevice(&device), "decode");
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "decode");
+  config.attrs = overlap, config.numAttrs = p.q.overlap && major >= 9 ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, p), "decode");
 }
 

@@ -27,6 +27,7 @@ struct DecodeParams {
 // files serves as few as possible. More than 7 warps with two tiles each need registers spilled;
 // only 15 or 16 query heads with 8 query tokens come to that.
 constexpr int decode_warps(int tiles, bool wide) { return tiles == 1 || wide ? 12 : 8; }
+
 // Floats of a partial result: value sums [D][8] of each tile, then reference and sum [2][8].
 __host__ __device__ inline long partial_floats(int D, int tiles) { return (long)tiles * (D * 8 + 16); }
 
@@ -135,6 +136,7 @@ DEV void copy_pages(const DecodeParams& P, const Share& mine, int first_page, ui
         for (int x = 0; x < token_bytes; x += 16) copy16(dst + i * token_bytes + x, src + i * P.q.query_token * 2 + x);
       for (int x = 0; x < L::SLOTS * 2; x += 16) copy16(memory + at_.slots + x, slots + x);
       copies_arrive(ready);
+      barrier_arrive(ready);  // for the segment, an ordinary store
 #endif
       publishing = end < n;
       if (publishing) c.next(P.request, heads);
@@ -283,7 +285,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
     barrier_init(reinterpret_cast<uint64_t*>(memory + at_.full) + tid, S4KV_BULK ? 1 : 32);
     barrier_init(reinterpret_cast<uint64_t*>(memory + at_.empty) + tid, tile_warps);
   }
-  if (tid == 0) barrier_init(ready, 1), barrier_init(ready + 1, P.warps);
+  if (tid == 0) barrier_init(ready, S4KV_BULK ? 1 : 2), barrier_init(ready + 1, P.warps);
   fence_barrier_init();
   __syncthreads();
   if (n_pages == 0) return;
