@@ -165,15 +165,15 @@ void causal_attend(const Tensor& query, const Tensor& key, const Tensor& value, 
 std::string isa() { return kernels().name; }
 void set_isa(std::string name) { use_isa(name.c_str()); }
 
-// (offset, bytes) of each section in the order of format.py, for a test.
-std::vector<int64_t> sections(int64_t dim) {
-  const auto list = []<int D>() {
-    using S = Sections<D>;
-    return std::vector<int64_t>{S::key_code,    S::key_scale,    S::key_offset, S::value_code,
-                                S::value_scale, S::value_offset, S::exponents,  S::bytes};
-  };
-  return dim == 64 ? list.operator()<64>() : list.operator()<128>();
+template <int D>
+std::vector<int64_t> sections_of() {
+  using S = Sections<D>;
+  return {S::key_code,    S::key_scale,    S::key_offset, S::value_code,
+          S::value_scale, S::value_offset, S::exponents,  S::bytes};
 }
+
+// Where each section of format.py starts and where the last ends, for a test.
+std::vector<int64_t> sections(int64_t dim) { return dim == 64 ? sections_of<64>() : sections_of<128>(); }
 
 }  // namespace
 
