@@ -11,7 +11,7 @@ import env
 from common import ROOT, TREE, Stop, say
 
 CSRC = ROOT / "s4kv_ext" / "csrc"
-LIBRARY = {"cpu": "libs4kv_cpu.so"}  # the CUDA kernels come later
+SOURCES = {"cpu": CSRC, "cuda": CSRC / "cuda"}
 
 
 def compiler() -> str:
@@ -38,25 +38,34 @@ def torch_python(torch: str) -> Path:
 def sources_digest(variant: str) -> str:
     """Of the sources of the variant's library; GPU kernels lie in a folder of their own."""
     h = sha256(variant.encode())
-    for path in sorted(p for p in CSRC.rglob("*") if p.is_file()):
+    for path in sorted(p for p in SOURCES[variant].rglob("*") if p.is_file()):
         if variant == "cpu" and "cuda" in path.relative_to(CSRC).parts:
             continue
         h.update(str(path.relative_to(CSRC)).encode() + b"\0" + path.read_bytes())
     return h.hexdigest()
 
 
-def build(variant: str, torch: str) -> Path | None:
-    """The library, compiled where its sources changed; None for a variant that has none."""
-    name = LIBRARY.get(variant)
-    if name is None:
-        return None
+def compilers(variant: str) -> list[str]:
+    """CMake's choice of compilers; a missing one is one clear line."""
+    options = [f"-DCMAKE_CXX_COMPILER={compiler()}"]
+    if variant == "cuda":
+        nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+        if not Path(nvcc).exists():
+            raise Stop("no CUDA compiler: install nvcc 13.0 and put it on PATH, or set CUDACXX")
+        options.append(f"-DCMAKE_CUDA_COMPILER={nvcc}")
+    return options
+
+
+def build(variant: str, torch: str) -> Path:
+    """The library, compiled where its sources changed."""
+    name = f"libs4kv_{variant}.so"
     out = ROOT / "s4kv_ext" / name  # in the tree, so that the tree can be imported as it is
     stamp = TREE / f"{variant}.native"
     wanted = f"{sources_digest(variant)} {torch}"
     if out.exists() and stamp.exists() and stamp.read_text() == wanted:
         return out
-    cxx = compiler()
-    say("compiling the kernels")
+    options = compilers(variant)
+    say(f"compiling the {variant} kernels" + (" (minutes)" if variant == "cuda" else ""))
     folder = TREE / variant
     shutil.rmtree(folder, ignore_errors=True)
     tools = env.tools()
@@ -64,9 +73,9 @@ def build(variant: str, torch: str) -> Path | None:
     torch_dir = next(path for path in (python.parent.parent / "lib").glob("*/site-packages/torch"))
     env.call(
         [
-            *(tools / "cmake", "-S", CSRC, "-B", folder, "-G", "Ninja"),
+            *(tools / "cmake", "-S", SOURCES[variant], "-B", folder, "-G", "Ninja"),
             f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}",
-            f"-DCMAKE_CXX_COMPILER={cxx}",
+            *options,
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DTORCH_DIR={torch_dir}",
             # No path of this machine in the library: same inputs, same bytes.
@@ -77,7 +86,7 @@ def build(variant: str, torch: str) -> Path | None:
     env.call([tools / "cmake", "--build", folder])
     made = next(iter(folder.rglob(name)), None)
     if made is None:
-        raise Stop(f"the build of {CSRC.relative_to(ROOT)} made no {name}")
+        raise Stop(f"the build of {SOURCES[variant].relative_to(ROOT)} made no {name}")
     part = out.with_suffix(".part")
     shutil.copyfile(made, part)
     part.replace(out)
