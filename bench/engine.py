@@ -2,10 +2,10 @@
 """Prefill and decode speed and KV capacity of the engine, one KV cache dtype beside another.
 
 Rounds alternate between the dtypes, one engine a process; a figure is the median over rounds and
-its range stands beside it. Decode time is the difference of two runs that share their prompts
-through the prefix cache, so prefill does not enter it.
+its range stands beside it. Prefill is the time until every request has its first token. Decode is
+the median time of the steps after it, which bring one token to each request and nothing else.
 
-  bench/engine.py --model DIR                                  # on the CPU, fp32, auto and int4_kivi
+  bench/engine.py --model DIR                    # on the CPU, fp32, auto and int4_kivi
   bench/engine.py --model DIR --dummy --dtype bfloat16 --kv auto fp8 int4_kivi \\
       --contexts 8192 --batches 32 128 --out bench/results/engine_h200.json
 """
@@ -42,27 +42,38 @@ def measure(
         **({"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {"gpu_memory_utilization": 0.85}),
     )
     rng = random.Random(0)
+    engine = llm.llm_engine
 
-    def timed(prompts: list[Any], tokens: int) -> float:
-        start = time.perf_counter()
+    def run(context: int, batch: int, tokens: int) -> dict[str, float]:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - start
+        start = time.perf_counter()
+        for i in range(batch):
+            ids = [rng.randrange(100, 40_000) for _ in range(context)]
+            engine.add_request(f"{context}-{batch}-{i}", TokensPrompt(prompt_token_ids=ids), params)
+        first: float | None = None
+        steps: list[float] = []
+        begun: set[str] = set()
+        last = start
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            now = time.perf_counter()
+            if first is not None and len(outputs) == batch:
+                steps.append(now - last)
+            begun |= {o.request_id for o in outputs}
+            if first is None and len(begun) == batch:
+                first = now - start
+            last = now
+        assert first is not None
+        return {
+            "prefill_tok_s": batch * context / first,
+            "decode_ms": statistics.median(steps[2:]) * 1e3,
+        }
 
-    timed([TokensPrompt(prompt_token_ids=[1] * 200)], 4)  # the first request may still compile
-    cache = llm.llm_engine.vllm_config.cache_config
+    run(200, 1, 8)  # the first request may still compile
+    cache = engine.vllm_config.cache_config
     result: dict[str, Any] = {"kv_tokens": cache.kv_cache_size_tokens}
     for context, batch in cells:
-        prompts = [
-            TokensPrompt(prompt_token_ids=[rng.randrange(100, 40_000) for _ in range(context)])
-            for _ in range(batch)
-        ]
-        prefill = timed(prompts, 1)
-        short, long = timed(prompts, 2), timed(prompts, 2 + steps)
-        result[f"{context}x{batch}"] = {
-            "prefill_tok_s": batch * context / prefill,
-            "decode_ms": (long - short) / steps * 1e3,
-        }
+        result[f"{context}x{batch}"] = run(context, batch, steps)
     return result
 
 

@@ -11,6 +11,7 @@ import env
 from common import ROOT, TREE, Stop, say
 
 CSRC = ROOT / "s4kv_ext" / "csrc"
+CUDA = "/usr/local/cuda/bin"  # where the toolkit's own installer puts nvcc
 SOURCES = {"cpu": CSRC, "cuda": CSRC / "cuda"}
 
 
@@ -19,6 +20,10 @@ def compiler() -> str:
     if found is None:
         raise Stop("no C++ compiler: install g++ (Debian, Ubuntu: apt-get install g++)")
     return found
+
+
+def nvcc() -> str | None:
+    return os.environ.get("CUDACXX") or shutil.which("nvcc", path=f"{os.environ['PATH']}:{CUDA}")
 
 
 def torch_python(torch: str) -> Path:
@@ -49,10 +54,9 @@ def compilers(variant: str) -> list[str]:
     """CMake's choice of compilers; a missing one is one clear line."""
     options = [f"-DCMAKE_CXX_COMPILER={compiler()}"]
     if variant == "cuda":
-        nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-        if not Path(nvcc).exists():
+        if (found := nvcc()) is None:
             raise Stop("no CUDA compiler: install nvcc 13.0 and put it on PATH, or set CUDACXX")
-        options.append(f"-DCMAKE_CUDA_COMPILER={nvcc}")
+        options.append(f"-DCMAKE_CUDA_COMPILER={found}")
     return options
 
 

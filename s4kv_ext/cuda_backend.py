@@ -169,6 +169,7 @@ class RecentBuilder(AttentionMetadataBuilder[RecentMetadata]):
 class Impl(Int4KiviImpl):
     plan: cuda_ops.StepPlan
     plans_step: bool
+    decode_queries: int
     workspace: Tensor
 
     @classmethod
@@ -197,6 +198,7 @@ class Impl(Int4KiviImpl):
             # The first layer plans for all. It does so in the forward pass, so that a full graph
             # plans anew, from the lengths and tables on the device, each time it is replayed.
             impl.plan, impl.workspace, impl.plans_step = plan, workspace, impl is first
+            impl.decode_queries = max_decode_queries(config)
 
     def step(
         self,
@@ -212,9 +214,8 @@ class Impl(Int4KiviImpl):
         m = metadata
         assert self.slot_channel is not None
         if self.plans_step:
-            self.plan.update(
-                m.query_start_loc, m.seq_lens, m.block_table, recent_table, m.num_tokens
-            )
+            tables = (m.query_start_loc, m.seq_lens, m.block_table, recent_table)
+            self.plan.update(*tables, m.num_tokens, self.decode_queries)
         pages = cuda_ops.Pages(sealed, recent, self.slot_channel)
         cuda_ops.store_and_seal(self.plan, key, value, pages)
         if m.num_decodes:

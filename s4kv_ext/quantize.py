@@ -36,7 +36,7 @@ class SealedBlock:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Unnormalised Walsh-Hadamard transform of the last dimension; its own inverse times its size."""
+    """Unnormalised Walsh-Hadamard transform of the last dimension: its inverse times its size."""
     d, half = x.shape[-1], 1
     while half < d:
         x = x.unflatten(-1, (d // (2 * half), 2, half))
@@ -148,4 +148,4 @@ def dequantize(block: SealedBlock, slot_channel: Tensor) -> tuple[Tensor, Tensor
     v = block.value_code.float() * block.value_scale.float()[..., None]
     v = hadamard(v + block.value_offset.float()[..., None]) / dim
     v = v * _power(block.value_exponent.int())[:, None, None]
-    return tuple(x.clamp(-limit, limit).transpose(0, 1) for x in (k, v))  # type: ignore[return-value]
+    return tuple(x.clamp(-limit, limit).transpose(0, 1) for x in (k, v))

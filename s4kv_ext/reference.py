@@ -38,7 +38,7 @@ class Step:
     recent_table: Tensor
 
     def requests(self):
-        """(index, first row, end row, computed tokens c, tokens t) of each request with new tokens."""
+        """(index, first row, end row, computed tokens c, t) of each request with new tokens."""
         start = self.query_start_loc.tolist()
         for i, t in enumerate(self.seq_lens.tolist()):
             if start[i + 1] > start[i]:
@@ -93,7 +93,9 @@ def store_and_seal(
             new = slice(row + max(start, c) - c, row + start + BLOCK - c)
             k, v = key[new], value[new]
             if start < c:
-                old_k, old_v = _recent_tokens(recent, step.recent_table[i], start, min(c, start + BLOCK))
+                old_k, old_v = _recent_tokens(
+                    recent, step.recent_table[i], start, min(c, start + BLOCK)
+                )
                 k = torch.cat((old_k, k[: BLOCK - len(old_k)]))
                 v = torch.cat((old_v, v[: BLOCK - len(old_v)]))
             block = quantize(k, v, slot_channel, start == 0)
@@ -101,9 +103,15 @@ def store_and_seal(
 
 
 def context(
-    i: int, computed: int, sealed: Tensor, recent: Tensor, step: Step, slot_channel: Tensor, packing: Packing
+    i: int,
+    computed: int,
+    sealed: Tensor,
+    recent: Tensor,
+    step: Step,
+    slot_channel: Tensor,
+    packing: Packing,
 ) -> tuple[Tensor, Tensor]:
-    """K and V [computed, H, D] float32 of a request's earlier tokens, as the step's queries see them."""
+    """K and V [computed, H, D] float32 of a request's earlier tokens, as its queries see them."""
     heads, dim = recent.shape[1], recent.shape[4]
     k = torch.empty(computed, heads, dim)
     v = torch.empty(computed, heads, dim)
@@ -111,7 +119,9 @@ def context(
     end = sealed_before(computed, row, recent.shape[3])
     for start in range(0, end, BLOCK):
         page = sealed[step.sealed_table[i, start // BLOCK]]
-        k[start : start + BLOCK], v[start : start + BLOCK] = dequantize(packing.unpack(page, dim), slot_channel)
+        k[start : start + BLOCK], v[start : start + BLOCK] = dequantize(
+            packing.unpack(page, dim), slot_channel
+        )
     if end:
         k[:SINKS], v[:SINKS] = _recent_tokens(recent, row, 0, SINKS)
     if computed > end:
