@@ -9,9 +9,9 @@ export ARGS
 
 variant = $(if $(VARIANT),--variant $(VARIANT))
 
-.PHONY: help serve install wheel test fetch apply refresh verify clean
+.PHONY: help serve install wheel test soak bench gpu-test gpu-bench fetch apply refresh verify clean
 help:     ## this list
-	@sed -n 's/^\([a-z]*\): *## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\): *## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 serve:    ## build, install and serve; MODEL= PORT=8000 KV=int4_kivi ARGS= VARIANT=cpu|cuda
 	@$(PYTHON) build/serve.py --port '$(PORT)' --kv '$(KV)' $(if $(MODEL),--model '$(MODEL)') $(variant)
@@ -24,6 +24,19 @@ wheel:    ## build dist/: the vllm wheel and its alias; VARIANT=cpu|cuda
 
 test:     ## lint, types and the test suite
 	@$(PYTHON) build/test.py
+
+soak:     ## 1,000 random schedules over the real scheduler; COUNT=
+	@$(PYTHON) build/env.py install && .venv/bin/python tests/schedules.py --count $(or $(COUNT),1000)
+
+bench:    ## measure fidelity and speed on this CPU, about an hour
+	@$(PYTHON) build/bench.py cpu
+
+gpu-test: ## the tests that need a CUDA GPU; the last result is bench/results/gpu-test.txt
+	@$(PYTHON) build/env.py install --variant cuda
+	@.venv/bin/python -m pytest -s tests/gpu 2>&1 | tee bench/results/gpu-test.txt
+
+gpu-bench: ## measure attention and the engine on a CUDA GPU
+	@$(PYTHON) build/bench.py gpu
 
 fetch:    ## get the pinned files through pip's index, verify and cache them
 	@$(PYTHON) build/fetch.py

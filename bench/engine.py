@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 from harness import in_process, parser, serve_child, write
@@ -116,6 +117,7 @@ def main() -> None:
             )
     capacity = {kv: done[0]["kv_tokens"] for kv, done in runs.items()}
     print("KV tokens that fit:", capacity)
+    common["model"] = Path(args.model).name
     write(args.out, {"what": __doc__, **common, "kv_tokens": capacity, "cells": table})
 
 

@@ -9,6 +9,7 @@ identical, and bf16 arithmetic does not either: its own figure stands beside.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from harness import in_process, parser, serve_child, texts, write
@@ -82,7 +83,7 @@ def main() -> None:
             f"{table[label]['whole_texts_equal']:.3f}",
             flush=True,
         )
-    write(args.out, {"what": __doc__, "model": args.model, "greedy": table})
+    write(args.out, {"what": __doc__, "model": Path(args.model).name, "greedy": table})
 
 
 if __name__ == "__main__":

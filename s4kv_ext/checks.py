@@ -96,6 +96,7 @@ def _options(config: VllmConfig) -> Iterator[Unsupported]:
 
 
 def _platform(config: VllmConfig) -> Iterator[Unsupported]:
+    from vllm.logger import init_logger
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -114,6 +115,20 @@ def _platform(config: VllmConfig) -> Iterator[Unsupported]:
             f"model dtype {config.model_config.dtype} is not supported on GPUs",
             "use --dtype bfloat16 or float16",
         )
+    if (size := config.parallel_config.tensor_parallel_size) > 1:
+        yield Unsupported(
+            f"--tensor-parallel-size {size} has not been tested on GPUs yet",
+            f"set it to 1 or {INSTEAD}",
+        )
+    if config.speculative_config:
+        yield Unsupported(
+            "speculative decoding has not been tested on GPUs yet",
+            f"leave out --speculative-config or {INSTEAD}",
+        )
+    init_logger("vllm.s4kv_ext").warning_once(
+        "int4_kivi on GPUs is a preview in this release: its kernels are tested on one H200, the "
+        "engine around them only in part; see the README's limits"
+    )
 
 
 def _model(config: VllmConfig) -> Iterator[Unsupported]:
