@@ -33,6 +33,8 @@ def model_path():
     from fetch import fetch
 
     def path(name: str = "smollm2") -> str:
+        if name not in models.VARIANTS:  # a folder
+            return name
         return str(models.make(fetch(pins().files["model"]), name))
 
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from shapes import MISTRAL, QWEN2, QWEN3, model
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
@@ -156,6 +157,18 @@ def test_ngram_speculation_changes_nothing(start_engine):
     same = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in zip(plain, drafted)]
     print(f"tokens equal of 150: {same}")
     assert sum(same) >= 0.9 * 150 * len(prompts)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_families_with_dummy_weights(start_engine, tmp_path, family):
+    """Other standard-attention families load, answer and give their pages back."""
+    config = {"qwen2": QWEN2, "qwen3": QWEN3, "mistral": MISTRAL}[family]
+    path = model(tmp_path, config)
+    llm = start_engine(path, load_format="dummy", skip_tokenizer_init=True)
+    prompts = [[5 + (7 * i) % 900 for i in range(n)] for n in (30, 200, 700)]
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
+    assert all(len(x) == 80 for x in tokens(generate(llm, prompts, params)))
+    assert pool(llm).get_num_free_blocks() == pool(llm).num_gpu_blocks - 1
 
 
 def nll(llm, prompts: list[list[int]]) -> tuple[list[float], list[int]]:
