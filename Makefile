@@ -33,7 +33,7 @@ bench:    ## measure fidelity and speed on this CPU, about an hour
 
 gpu-test: ## the tests that need a CUDA GPU; the last result is bench/results/gpu-test.txt
 	@$(PYTHON) build/env.py install --variant cuda
-	@.venv/bin/python -m pytest -s tests/gpu 2>&1 | tee bench/results/gpu-test.txt
+	@bash -o pipefail -c '.venv/bin/python -m pytest -s tests/gpu 2>&1 | tee bench/results/gpu-test.txt'
 
 gpu-bench: ## measure attention and the engine on a CUDA GPU
 	@$(PYTHON) build/bench.py gpu

@@ -19,6 +19,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import env
 import native
@@ -37,6 +38,12 @@ def need_port(port: int) -> None:
             s.bind(("", port))
         except OSError as e:
             raise Stop(f"port {port}: {e.strerror}; choose another: make serve PORT=...") from e
+
+
+def need_model(model: str) -> None:
+    """A path that is not there; a name without a leading dot or slash may be one of a hub."""
+    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+        raise Stop(f"no folder {model}: MODEL= is a folder, a hub name, or {', '.join(OWN)}")
 
 
 def need_libraries(variant: str) -> None:
@@ -85,12 +92,13 @@ def run() -> None:
     args, rest = ap.parse_known_args()
     variant = args.variant or env.default_variant()
     need_port(args.port)
+    need_model(args.model)
     need_libraries(variant)
     native.compiler()  # torch compiles the model with it
     env.install(variant)
     command = [str(env.VENV / "bin" / "vllm"), "serve", *arguments(args, variant), *rest]
     say(" ".join(map(shlex.quote, command)))
-    say("the first start compiles the model, a minute or two; then: Application startup complete")
+    say("starting: about a minute, the first time two, for the model is compiled")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # this is not upstream's build
     os.environ["PATH"] = f"{env.VENV / 'bin'}:{os.environ['PATH']}"  # torch compiles with its ninja
     sys.stderr.flush()
