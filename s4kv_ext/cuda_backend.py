@@ -93,13 +93,17 @@ def fill(computed: list[int], room: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-class Builder(AttentionMetadataBuilder[Metadata]):
+class _Builder(AttentionMetadataBuilder[Any]):
+    """What both groups must agree on: which graphs there are, and what counts as a decode."""
+
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.reorder_batch_threshold = max_decode_queries(self.vllm_config)
 
+
+class Builder(_Builder):
     def build(
         self,
         common_prefix_len: int,
@@ -150,13 +154,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         )
 
 
-class RecentBuilder(AttentionMetadataBuilder[RecentMetadata]):
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.reorder_batch_threshold = max_decode_queries(self.vllm_config)
-
+class RecentBuilder(_Builder):
     def build(
         self,
         common_prefix_len: int,
