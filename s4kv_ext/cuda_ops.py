@@ -58,7 +58,7 @@ class DecodeShape:
         d, rows = self.head_dim, self.tile_warps * self.tiles * 8
         buffers = self.lanes * self.stages * (head_page_bytes(d) + 16)
         queries = rows * (2 * d + 4) + rows // 8 * (d // 8 + 1) * 256 + (d + 16) * 2
-        sums = self.warps * self.tiles * 64 + self.lanes * 4 + 32 * 32 + 96
+        sums = self.warps * self.tiles * 64 + self.lanes * 4
         return buffers + queries + sums + 116  # and two segments, two barriers and a flag
 
 

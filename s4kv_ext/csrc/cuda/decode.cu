@@ -11,16 +11,7 @@ void launch(const DecodeParams& p, int grid, cudaStream_t stream) {
   auto kernel = decode_kernel<D, BF16, NT, WIDE>;
   const int bytes = decode_shared(D, p.warps, p.tile_warps, NT, p.stages);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "decode");
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid, config.blockDim = (p.warps + 1) * 32, config.dynamicSmemBytes = bytes, config.stream = stream;
-  cudaLaunchAttribute overlap[1];
-  overlap[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap[0].val.programmaticStreamSerializationAllowed = 1;
-  int device = 0, major = 0;
-  check(cudaGetDevice(&device), "decode");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "decode");
-  config.attrs = overlap, config.numAttrs = p.q.overlap && major >= 9 ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, p), "decode");
+  check(launch_early(kernel, p, grid, (p.warps + 1) * 32, bytes, stream, p.q.overlap), "decode");
 }
 
 template <int D, bool BF16>
@@ -43,7 +34,8 @@ long decode_partial_floats(int dim, int grid, const DecodeShape& s) {
 void decode(const Pages& pages, const Queries& q, const StepTables& step, const Plan& plan, const DecodeShape& shape,
             cudaStream_t stream) {
   const DecodeParams p{pages, q, step, plan.request, plan.share, shape.group,
-                       shape.tile_warps, shape.warps, shape.stages, q.scale * (float)M_LOG2E};
+                       shape.tile_warps, shape.warps, shape.stages, shape.warps / shape.tile_warps,
+                       inverse_of(shape.group), inverse_of(shape.tile_warps), q.scale * (float)M_LOG2E};
   if (pages.dim == 64)
     pages.bf16 ? launch<64, true>(p, shape.tiles, plan.grid, stream) : launch<64, false>(p, shape.tiles, plan.grid, stream);
   else

@@ -19,17 +19,22 @@ struct DecodeParams {
   StepTables step;
   const Request* request;
   const Share* share;
-  int group, tile_warps, warps, stages;
+  int group, tile_warps, warps, stages, lanes;
+  uint32_t per_group, per_tile_warps;  // what `quotient` takes for a division by them
   float scale;  // softmax scale * log2(e)
 };
+
+// n / d for n < 128, d <= 16.
+constexpr uint32_t inverse_of(int d) { return 65536 / d + 1; }
+DEV int quotient(int n, uint32_t inverse) { return (uint32_t)n * inverse >> 16; }
 
 // Warps of a block, the copying one included: a multiple of 4, so that each of the four register
 // files serves as few as possible. More than 7 warps with two tiles each need registers spilled;
 // only 15 or 16 query heads with 8 query tokens come to that.
 constexpr int decode_warps(int tiles, bool wide) { return tiles == 1 || wide ? 12 : 8; }
 
-// Floats of a partial result: value sums [D][8] of each tile, then reference and sum [2][8].
-__host__ __device__ inline long partial_floats(int D, int tiles) { return (long)tiles * (D * 8 + 16); }
+// Floats of a partial result: value sums [8][D] of each tile, then reference and sum [2][8].
+__host__ __device__ constexpr int partial_floats(int D, int tiles) { return tiles * (D * 8 + 16); }
 
 // The part of a row that a block works on; page positions count from the block's first page.
 struct Segment {
@@ -43,12 +48,15 @@ struct Segment {
 };
 static_assert(sizeof(Segment) == 48);
 
-// Shared memory, in this order: ring [lanes][stages], queries as they come, their fragments, slot
-// channels, barriers, the rest.
+// Floats of a query row's value sums where a page lane parks them: padded, so that no two lanes of a
+// warp meet in a bank.
+__host__ __device__ constexpr int parked_row(int D) { return D + 4; }
+
+// Shared memory, in this order: ring [lanes][stages], queries, their fragments, slot channels,
+// barriers, the rest.
 struct SharedLayout {
-  int query, fragments, slots, segment, full, empty, ready, top, sum, parked, exponent, weight, running, last, bytes;
+  int query, fragments, slots, segment, full, empty, ready, top, sum, parked, exponent, last, bytes;
 };
-constexpr int MERGE_AT_ONCE = 32;  // shares
 __host__ __device__ inline SharedLayout shared_layout(int D, int page_bytes, int warps, int tile_warps, int tiles, int stages) {
   const int lanes = warps / tile_warps, buffers = lanes * stages, rows = tile_warps * tiles * 8;
   SharedLayout s;
@@ -61,9 +69,7 @@ __host__ __device__ inline SharedLayout shared_layout(int D, int page_bytes, int
   s.ready = s.empty + buffers * 8;  // queries and segment: filled, read
   s.top = s.ready + 16;             // [warps][tiles][8]
   s.sum = s.top + warps * tiles * 32;
-  s.weight = s.sum + warps * tiles * 32;  // [MERGE_AT_ONCE][8]
-  s.running = s.weight + MERGE_AT_ONCE * 32;  // [3][8]: reference, sum, factor
-  s.parked = s.running + 96;              // [lanes]: where a lane's sums are, or -1
+  s.parked = s.sum + warps * tiles * 32;  // [lanes]: where a lane's sums are, or -1
   s.exponent = s.parked + lanes * 4;      // [rows]
   s.last = s.exponent + rows * 4;
   s.bytes = s.last + 4;
@@ -193,72 +199,90 @@ DEV float* partial_of(const DecodeParams& P, const volatile Segment& s, int shar
   return P.q.partial + (2 * share + (share == s.first_share && s.first_is_second)) * partial_floats(D, tiles);
 }
 
+// A lane's D / 32 channels of a query row, of which a warp has all.
+template <int N>
+struct Channels {
+  float v[N] = {};
+  DEV void add(float weight, const float* from) {
+    if constexpr (N == 4) {
+      const float4 o = *reinterpret_cast<const float4*>(from);
+      v[0] += weight * o.x, v[1] += weight * o.y, v[2] += weight * o.z, v[3] += weight * o.w;
+    } else {
+      const float2 o = *reinterpret_cast<const float2*>(from);
+      v[0] += weight * o.x, v[1] += weight * o.y;
+    }
+  }
+  DEV void scale(float by) {
+#pragma unroll
+    for (int i = 0; i < N; i++) v[i] *= by;
+  }
+  DEV void store(float* to) const {
+    if constexpr (N == 4) *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
+    else *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
+  }
+  DEV void load_cached(const float* from) {  // at L2: other blocks have written it
+    if constexpr (N == 4) {
+      const float4 o = __ldcg(reinterpret_cast<const float4*>(from));
+      v[0] = o.x, v[1] = o.y, v[2] = o.z, v[3] = o.w;
+    } else {
+      const float2 o = __ldcg(reinterpret_cast<const float2*>(from));
+      v[0] = o.x, v[1] = o.y;
+    }
+  }
+};
+
+// A query row of the output, by one warp.
 template <int D, bool BF16>
-DEV void store_output(const DecodeParams& P, const volatile Segment& s, int row, int channel, float v) {
-  if (row >= (s.info.queries & 0xffff) * P.group) return;
-  const long to = (s.info.query_start + row / P.group) * P.q.out_token + (s.head * P.group + row % P.group) * D + channel;
-  if constexpr (BF16) static_cast<__nv_bfloat16*>(P.q.out)[to] = __float2bfloat16(v);
-  else static_cast<__half*>(P.q.out)[to] = __float2half(v);
+DEV void store_output(const DecodeParams& P, const volatile Segment& s, int row, int lane, const Channels<D / 32>& c) {
+  const int query = quotient(row, P.per_group);
+  const long to = (s.info.query_start + query) * P.q.out_token + (s.head * P.group + row - query * P.group) * D + lane * (D / 32);
+  uint16_t* out = static_cast<uint16_t*>(P.q.out) + to;
+  if constexpr (D == 128) *reinterpret_cast<uint2*>(out) = make_uint2(pack2<BF16>(c.v[0], c.v[1]), pack2<BF16>(c.v[2], c.v[3]));
+  else *reinterpret_cast<uint32_t*>(out) = pack2<BF16>(c.v[0], c.v[1]);
 }
 
-// The last block to finish its part of a row: sums of all shares into the output. weight: shared
-// memory, [MERGE_AT_ONCE][8], then reference, sum and factor of each row.
+// The last block to finish its part of a row: sums of all shares into the output, a warp a query row.
 template <int D, bool BF16>
-DEV void merge_shares(const DecodeParams& P, const volatile Segment& s, float* weight, int tiles) {
-  constexpr int AHEAD = 8;  // shares loaded at a time; more would take registers from the page loop
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, threads = P.warps * 32;
-  const int first_share = s.first_share, count = s.last_share - first_share + 1;
-  float* running = weight + MERGE_AT_ONCE * 8;
-  for (int in_tile = 0; in_tile < tiles; in_tile++) {
-    auto from = [&](int k) { return partial_of<D>(P, s, first_share + k, tiles) + in_tile * (D * 8 + 16); };
-    for (int first = 0; first < D * 2; first += threads) {  // a thread: one channel, four rows
-      const int i = first + tid, half = (i & 1) * 4;
-      float v[4] = {0, 0, 0, 0};
-      for (int base = 0; base < count; base += MERGE_AT_ONCE) {
-        const int here = min(MERGE_AT_ONCE, count - base);
-        float4 o[AHEAD];
+DEV void merge_shares(const DecodeParams& P, const volatile Segment& s, int tiles) {
+  constexpr int AHEAD = 12;  // loads in flight; more would take registers from the page loop
+  constexpr unsigned ALL = 0xffffffffu;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int first_share = s.first_share, second = s.first_is_second, count = s.last_share - first_share + 1;
+  const int rows = (s.info.queries & 0xffff) * P.group, share_floats = partial_floats(D, tiles);
+  for (int row = warp; row < rows; row += P.warps) {
+    const float* first = P.q.partial + 2 * first_share * share_floats + (row >> 3) * (D * 8 + 16);
+    auto from = [&](int k) { return first + (2 * k + (k == 0 ? second : 0)) * share_floats; };
+    const int at = (row & 7) * D + lane * (D / 32);
+    Channels<D / 32> sum, part[AHEAD];
+    float high = NEVER, total = 0;
+    for (int base = 0; base < count; base += 64) {  // a lane weighs two shares
+      const int here = min(64, count - base);
+      float top[2] = {NEVER, NEVER}, mine[2] = {0, 0};
 #pragma unroll
-        for (int k = 0; k < AHEAD; k++)
-          if (k < here && i < D * 2) o[k] = __ldcg(reinterpret_cast<const float4*>(from(base + k)) + i);
-        for (int row = warp; row < 8; row += P.warps) {  // a warp a row: the weight of each share
-          float top = NEVER, sum = 0;
-          if (lane < here) top = __ldcg(from(base + lane) + D * 8 + row), sum = __ldcg(from(base + lane) + D * 8 + 8 + row);
-          float high = top;
-#pragma unroll
-          for (int d = 16; d; d >>= 1) high = fmaxf(high, shfl_xor(high, d));
-          const float before = base ? running[row] : NEVER;
-          high = fmaxf(high, before);
-          const float w = exp2_approx(top - high), f = exp2_approx(before - high);
-          sum *= w;
-#pragma unroll
-          for (int d = 16; d; d >>= 1) sum += shfl_xor(sum, d);
-          weight[lane * 8 + row] = w;
-          __syncwarp();
-          if (lane == 0) running[8 + row] = (base ? running[8 + row] * f : 0.f) + sum, running[row] = high, running[16 + row] = f;
+      for (int j = 0; j < 2; j++)
+        if (lane + 32 * j < here) {
+          const float* of_share = from(base + lane + 32 * j) + D * 8 + (row & 7);
+          top[j] = __ldcg(of_share), mine[j] = __ldcg(of_share + 8);
         }
-        named_barrier(1, threads);
-        if (i < D * 2) {
 #pragma unroll
-          for (int j = 0; j < 4; j++) v[j] *= running[16 + half + j];
-          for (int k0 = 0; k0 < here; k0 += AHEAD) {
+      for (int k = 0; k < AHEAD; k++) part[k].load_cached(from(base + min(k, here - 1)) + at);
+      const float before = high;
+      high = fmaxf(high, warp_max(fmaxf(top[0], top[1])));
+      const float weight[2] = {exp2_approx(top[0] - high), exp2_approx(top[1] - high)}, factor = exp2_approx(before - high);
+      total = total * factor + warp_sum(mine[0] * weight[0] + mine[1] * weight[1]);
+      sum.scale(factor);
+      for (int k0 = 0; k0 < here; k0 += AHEAD)
 #pragma unroll
-            for (int k = 0; k < AHEAD; k++)
-              if (k0 && k0 + k < here) o[k] = __ldcg(reinterpret_cast<const float4*>(from(base + k0 + k)) + i);
+        for (int j = 0; j < AHEAD; j++) {  // past the end: the last share again, with weight 0
+          const int k = k0 + j;
+          const float w = k < here ? __shfl_sync(ALL, k < 32 ? weight[0] : weight[1], k & 31) : 0.f;
 #pragma unroll
-            for (int k = 0; k < AHEAD; k++)
-              if (k0 + k < here) {
-                const float4 w = *reinterpret_cast<const float4*>(weight + (k0 + k) * 8 + half);
-                v[0] += w.x * o[k].x, v[1] += w.y * o[k].y, v[2] += w.z * o[k].z, v[3] += w.w * o[k].w;
-              }
-          }
-          if (base + MERGE_AT_ONCE >= count)
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-              store_output<D, BF16>(P, s, in_tile * 8 + half + j, i >> 1, v[j] * __frcp_rn(running[8 + half + j]));
+          for (int i = 0; i < D / 32; i++) sum.v[i] += w * part[j].v[i];
+          if (k0 + AHEAD < here) part[j].load_cached(from(base + min(k + AHEAD, here - 1)) + at);
         }
-        named_barrier(1, threads);
-      }
     }
+    sum.scale(reciprocal(total));
+    store_output<D, BF16>(P, s, row, lane, sum);
   }
 }
 
@@ -267,7 +291,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
   using L = Layout<D>;
   extern __shared__ __align__(128) uint8_t memory[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
-  const int tile_warps = P.tile_warps, stages = P.stages, lanes = P.warps / tile_warps;
+  const int tile_warps = P.tile_warps, stages = P.stages, lanes = P.lanes;
   const SharedLayout at_ = shared_layout(D, L::BYTES, P.warps, tile_warps, NT, stages);
   // Everything that the first copies depend on is asked for before anything else is done.
   const Share* share = P.share + blockIdx.x;
@@ -281,17 +305,23 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
     first_page = share->page[lane];
   }
   uint64_t* ready = reinterpret_cast<uint64_t*>(memory + at_.ready);
-  if (tid < lanes * stages) {
-    barrier_init(reinterpret_cast<uint64_t*>(memory + at_.full) + tid, S4KV_BULK ? 1 : 32);
-    barrier_init(reinterpret_cast<uint64_t*>(memory + at_.empty) + tid, tile_warps);
+  // The copying warp makes the barriers and is off; the others wait until they are there.
+  if (warp == P.warps) {
+    for (int i = lane; i < lanes * stages; i += 32) {
+      barrier_init(reinterpret_cast<uint64_t*>(memory + at_.full) + i, S4KV_BULK ? 1 : 32);
+      barrier_init(reinterpret_cast<uint64_t*>(memory + at_.empty) + i, tile_warps);
+    }
+    if (lane == 0) barrier_init(ready, S4KV_BULK ? 1 : 2), barrier_init(ready + 1, P.warps);
+    fence_barrier_init();
+    __syncwarp();
+    named_barrier_arrive(2, (P.warps + 1) * 32);
+    if (n_pages) copy_pages<D>(P, mine, first_page, memory, at_, lanes, lane);
+    return;
   }
-  if (tid == 0) barrier_init(ready, S4KV_BULK ? 1 : 2), barrier_init(ready + 1, P.warps);
-  fence_barrier_init();
-  __syncthreads();
+  named_barrier(2, (P.warps + 1) * 32);
   if (n_pages == 0) return;
-  if (warp == P.warps) return copy_pages<D>(P, mine, first_page, memory, at_, lanes, lane);
 
-  const int tile = warp % tile_warps, page_lane = warp / tile_warps, tiles = tile_warps * NT;
+  const int page_lane = quotient(warp, P.per_tile_warps), tile = warp - page_lane * tile_warps, tiles = tile_warps * NT;
   const int threads = P.warps * 32;
   uint8_t* ring = memory + page_lane * stages * L::BYTES;
   uint64_t* full = reinterpret_cast<uint64_t*>(memory + at_.full) + page_lane * stages;
@@ -313,33 +343,33 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
     const int rows = (s.info.queries & 0xffff) * P.group, end = s.end, start = s.start;
     const int sealed_end_of_row = start + s.info.sealed / BLOCK, sealed_end = min(sealed_end_of_row, end);
 
-    // Query rows in float16, scaled by a power of two to [256, 512): times a key scale that is at
-    // most 4.3 (keys of a page are brought below 32), and exact for all but tiny elements.
-    const uint16_t* q = reinterpret_cast<const uint16_t*>(memory + at_.query);
+    // Query rows to float16, in place, scaled by a power of two to [256, 512): times a key scale that
+    // is at most 4.3 (keys of a page are brought below 32), and exact for all but tiny elements.
+    uint16_t* q = reinterpret_cast<uint16_t*>(memory + at_.query);
     for (int row = warp; row < tiles * 8; row += P.warps) {
-      float v[D / 32], high = 0;
-      load_floats<BF16>(v, q + (row < rows ? row : 0) * D + lane * (D / 32));
+      float v[D / 32] = {};
+      if (row < rows) load_floats<BF16>(v, q + row * D + lane * (D / 32));
+      uint32_t high = 0;  // floats of one sign compare as integers
 #pragma unroll
-      for (int i = 0; i < D / 32; i++) high = fmaxf(high, fabsf(v[i]));
+      for (int i = 0; i < D / 32; i++) high = max(high, __float_as_uint(fabsf(v[i])));
+      const int e = max((int)(__reduce_max_sync(0xffffffffu, high) >> 23) - 127 - 8, -100);
+      const float down = power_of_two(-e);
+      if (lane == 0) s_exponent[row] = e;
 #pragma unroll
-      for (int d = 16; d; d >>= 1) high = fmaxf(high, shfl_xor(high, d));
-      if (lane == 0) s_exponent[row] = max((__float_as_int(high) >> 23) - 127 - 8, -100);
+      for (int i = 0; i < D / 32; i += 2)
+        reinterpret_cast<uint32_t*>(q + row * D + lane * (D / 32))[i / 2] = pack2<false>(v[i] * down, v[i + 1] * down);
     }
+    fence_async_proxy();
     sync();
     auto fragment = [&](int row, int kc) {  // of step kc: slots, then channels
-      uint32_t channel[4];
-      if (kc < L::KCHUNKS) {
-        const uint2 c4 = *reinterpret_cast<const uint2*>(memory + at_.slots + L::first_slot(kc, t) * 2);
-        channel[0] = c4.x & 0xffff, channel[1] = c4.x >> 16, channel[2] = c4.y & 0xffff, channel[3] = c4.y >> 16;
-      } else {
-#pragma unroll
-        for (int j = 0; j < 4; j++) channel[j] = L::channel(kc - L::KCHUNKS, t, j);
+      const uint16_t* from = q + row * D;
+      if (kc >= L::KCHUNKS) {
+        const int c = kc - L::KCHUNKS;
+        return make_uint2(*reinterpret_cast<const uint32_t*>(from + L::channel(c, t, 0)), *reinterpret_cast<const uint32_t*>(from + L::channel(c, t, 2)));
       }
-      const float down = row < rows ? power_of_two(-s_exponent[row]) : 0.f;
-      float v[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) v[j] = channel[j] < D ? unpack2<BF16>(q[(row < rows ? row : 0) * D + channel[j]]).x * down : 0.f;
-      return make_uint2(pack2<false>(v[0], v[1]), pack2<false>(v[2], v[3]));
+      const uint2 c4 = *reinterpret_cast<const uint2*>(memory + at_.slots + L::first_slot(kc, t) * 2);
+      auto element = [&](uint32_t channel) { return channel < D ? (uint32_t)from[channel] : 0u; };
+      return make_uint2(element(c4.x & 0xffff) | element(c4.x >> 16) << 16, element(c4.y & 0xffff) | element(c4.y >> 16) << 16);
     };
     constexpr int FRAGMENTS = L::KCHUNKS + L::DCHUNKS;  // of a tile; many warps need the same: share the work
     uint2* fragments = reinterpret_cast<uint2*>(memory + at_.fragments);
@@ -385,7 +415,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
 #pragma unroll
         for (int c = 0; c < 2; c++) {
           const int row = (tile * NT + n) * 8 + 2 * t + c;
-          last[n][c] = seq_len - 1 - (row < rows ? (rows - 1 - row) / P.group : 0);
+          last[n][c] = seq_len - 1 - (row < rows ? quotient(rows - 1 - row, P.per_group) : 0);
         }
         const float up = power_of_two(s_exponent[(tile * NT + n) * 8 + g]);
 #pragma unroll
@@ -404,80 +434,59 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
       }
     }
 
-    // Sum over the block's lanes: the common reference of each query row, then the value sums, two
-    // tiles of a lane at a time through the page buffer that the lane read last.
+    // Sum over the block's lanes: each parks its sums in the page buffer that it read last, two tiles
+    // at a time, then a warp sums a query row over the lanes.
     if (lane == 0 && tile == 0) s_parked[page_lane] = held < 0 ? -1 : (page_lane * stages + held) * L::BYTES;
-    if (lane < 4)
 #pragma unroll
-      for (int n = 0; n < NT; n++)
-        *reinterpret_cast<float2*>(s_top + (warp * NT + n) * 8 + 2 * t) = make_float2(st.top[n][0], st.top[n][1]);
-    sync();
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-      float2 top = make_float2(NEVER, NEVER);
-#pragma unroll 4
-      for (int k = 0; k < lanes; k++) {
-        const float2 v = *reinterpret_cast<const float2*>(s_top + ((k * tile_warps + tile) * NT + n) * 8 + 2 * t);
-        top.x = fmaxf(top.x, v.x), top.y = fmaxf(top.y, v.y);
-      }
+    for (int n = 0; n < NT; n++)
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        const float f = exp2_approx(st.top[n][c] - (c ? top.y : top.x));
-        float sum = st.sum[n][c] * f;
+        float sum = st.sum[n][c];
 #pragma unroll
         for (int d = 4; d < 32; d <<= 1) sum += shfl_xor(sum, d);
-        if (lane < 4) s_sum[(warp * NT + n) * 8 + 2 * t + c] = sum;
-#pragma unroll
-        for (int i = 0; i < D / 16; i++) st.o[n][i][c] *= f, st.o[n][i][c + 2] *= f;
+        if (lane < 4) s_top[(warp * NT + n) * 8 + 2 * t + c] = st.top[n][c], s_sum[(warp * NT + n) * 8 + 2 * t + c] = sum;
       }
-    }
     const bool whole = s.first_share == s.last_share;
     float* partial = partial_of<D>(P, s, blockIdx.x, tiles);
-    auto store = [&](int row, int channel, float v) { store_output<D, BF16>(P, s, row, channel, v); };
     if (P.q.overlap) wait_for_previous();  // only now may outputs and workspace be written
+    constexpr int ROW = parked_row(D);
+    static_assert(2 * 8 * ROW * 4 <= L::BYTES);
+    if (tile_warps > 1) sync();  // the other warps of the lane have read its page, too
     for (int round = 0; 2 * round < tiles; round++) {
       if (held >= 0)
 #pragma unroll
         for (int n = 0; n < NT; n++)
           if ((tile * NT + n) / 2 == round) {
-            float* to = reinterpret_cast<float*>(ring + held * L::BYTES) + ((tile * NT + n) & 1) * D * 8;
+            float* to = reinterpret_cast<float*>(ring + held * L::BYTES) + ((tile * NT + n) & 1) * 8 * ROW + 2 * t * ROW + g;
 #pragma unroll
             for (int i = 0; i < D / 16; i++) {
-              *reinterpret_cast<float2*>(to + (i * 16 + g) * 8 + 2 * t) = make_float2(st.o[n][i][0], st.o[n][i][1]);
-              *reinterpret_cast<float2*>(to + (i * 16 + 8 + g) * 8 + 2 * t) = make_float2(st.o[n][i][2], st.o[n][i][3]);
+              to[i * 16] = st.o[n][i][0], to[ROW + i * 16] = st.o[n][i][1];
+              to[i * 16 + 8] = st.o[n][i][2], to[ROW + i * 16 + 8] = st.o[n][i][3];
             }
           }
+      fence_async_proxy();
       sync();
-      for (int in_tile = 2 * round; in_tile < min(2 * round + 2, tiles); in_tile++) {
-        float* mine = partial + in_tile * (D * 8 + 16);
-        for (int i = tid; i < D * 2; i += threads) {  // one channel, four rows
-          const int half = (i & 1) * 4;
-          float v[4] = {0, 0, 0, 0}, sum[4] = {0, 0, 0, 0};
+      for (int row = 16 * round + warp; row < min(16 * round + 16, rows); row += P.warps) {
+        const int of_lane = (lane * tile_warps * NT + (row >> 3)) * 8 + (row & 7);
+        const int parked = lane < lanes ? s_parked[lane] : -1;
+        const float top = parked < 0 ? NEVER : s_top[of_lane], high = warp_max(top);
+        const float weight = parked < 0 ? 0.f : exp2_approx(top - high), total = warp_sum(parked < 0 ? 0.f : s_sum[of_lane] * weight);
+        Channels<D / 32> sum;
 #pragma unroll 4
-          for (int k = 0; k < lanes; k++) {
-            const float4 l = *reinterpret_cast<const float4*>(s_sum + (k * tile_warps * NT + in_tile) * 8 + half);
-            sum[0] += l.x, sum[1] += l.y, sum[2] += l.z, sum[3] += l.w;
-            const int from = s_parked[k];
-            if (from >= 0) {
-              const float4 o = *reinterpret_cast<const float4*>(memory + from + (in_tile & 1) * D * 32 + i * 16);
-              v[0] += o.x, v[1] += o.y, v[2] += o.z, v[3] += o.w;
-            }
-          }
-          if (whole) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) store(in_tile * 8 + half + j, i >> 1, v[j] * __frcp_rn(sum[j]));
-          } else {
-            *reinterpret_cast<float4*>(mine + i * 4) = make_float4(v[0], v[1], v[2], v[3]);
-            if (i < 2) *reinterpret_cast<float4*>(mine + D * 8 + 8 + half) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-          }
+        for (int k = 0; k < lanes; k++) {
+          const int from = __shfl_sync(0xffffffffu, parked, k);
+          const float w = __shfl_sync(0xffffffffu, weight, k);
+          if (from >= 0) sum.add(w, reinterpret_cast<const float*>(memory + from) + (row & 15) * ROW + lane * (D / 32));
         }
-        if (!whole && tid < 8) {
-          float top = NEVER;
-          for (int k = 0; k < lanes; k++) top = fmaxf(top, s_top[(k * tile_warps * NT + in_tile) * 8 + tid]);
-          mine[D * 8 + tid] = top;
+        if (whole) {
+          sum.scale(reciprocal(total));
+          store_output<D, BF16>(P, s, row, lane, sum);
+        } else {
+          float* to = partial + (row >> 3) * (D * 8 + 16);
+          sum.store(to + (row & 7) * D + lane * (D / 32));
+          if (lane == 0) to[D * 8 + (row & 7)] = high, to[D * 8 + 8 + (row & 7)] = total;
         }
       }
-      fence_async_proxy();
       sync();
     }
     if (held >= 0 && lane == 0) barrier_arrive(empty + held);
@@ -489,7 +498,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
         *s_last = last;
       }
       sync();
-      if (*s_last) merge_shares<D, BF16>(P, s, reinterpret_cast<float*>(memory + at_.weight), tiles);
+      if (*s_last) merge_shares<D, BF16>(P, s, tiles);
     }
     if (!s.more) return;
   }

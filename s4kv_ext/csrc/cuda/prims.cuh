@@ -41,6 +41,16 @@ DEV void ldmatrix_trans(uint32_t (&r)[4], const void* p) {
                : "memory");
 }
 DEV float shfl_xor(float v, int m) { return __shfl_xor_sync(0xffffffffu, v, m); }
+DEV float warp_max(float v) {
+#pragma unroll
+  for (int d = 16; d; d >>= 1) v = fmaxf(v, shfl_xor(v, d));
+  return v;
+}
+DEV float warp_sum(float v) {
+#pragma unroll
+  for (int d = 16; d; d >>= 1) v += shfl_xor(v, d);
+  return v;
+}
 DEV uint32_t mul_h2(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(b));
@@ -64,6 +74,11 @@ DEV float2 unpack2(uint32_t v) {
 DEV float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEV float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
   return y;
 }
 // 2^e for -126 <= e <= 127.
@@ -142,6 +157,8 @@ DEV void copies_arrive(uint64_t* b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_address(b)) : "memory");
 }
 DEV void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+DEV void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 DEV int atomic_add_acq_rel(int* p, int v) {
   int before;

@@ -61,11 +61,6 @@ DEV float code_of(float x, float offset, float scale, float inverse, float steps
   return scale > 0 ? fminf(fmaxf(r, 0.f), steps) : 0.f;
 }
 
-DEV float warp_max(float v) {
-#pragma unroll
-  for (int d = 16; d; d >>= 1) v = fmaxf(v, shfl_xor(v, d));
-  return v;
-}
 DEV float block_max(float v, float* scratch) {
   v = warp_max(v);
   if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = v;
@@ -258,6 +253,7 @@ DEV void store(const Params& p, int block) {
 template <int D, bool BF16>
 __global__ void __launch_bounds__(THREADS) seal_kernel(const __grid_constant__ Params p) {
   __shared__ __align__(16) Scratch<D> scratch;
+  wait_for_previous();  // it makes the keys and values, and may still read pages
   launch_dependents();
   if ((int)blockIdx.x >= p.seal_blocks) return store<D>(p, blockIdx.x - p.seal_blocks);
   const int heads = p.pages.heads;
@@ -277,8 +273,7 @@ __global__ void __launch_bounds__(THREADS) seal_kernel(const __grid_constant__ P
 template <int D, bool BF16>
 void launch(const Params& p, cudaStream_t stream) {
   const int store_blocks = (p.tokens + p.tokens_a_block - 1) / p.tokens_a_block;
-  seal_kernel<D, BF16><<<p.seal_blocks + store_blocks, THREADS, 0, stream>>>(p);
-  check_launch("store_and_seal");
+  check(launch_early(seal_kernel<D, BF16>, p, p.seal_blocks + store_blocks, THREADS, 0, stream, true), "store_and_seal");
 }
 
 }  // namespace
