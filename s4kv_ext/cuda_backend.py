@@ -22,19 +22,24 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-WORKSPACE_BYTES = 64 << 20  # keys and values of 16384 tokens of a 7B model
+# Dequantised keys and values: of 16384 tokens of a 7B model, four times that on the largest GPUs.
+WORKSPACE_BYTES = (64 << 20, 256 << 20)
 
 
 @dataclass
 class Round:
     """One filling of the workspace: tokens start[i] … of request i go to rows rows[i] … rows[i+1].
 
-    start [R], rows [R + 1], int32 on the device; keys: rows of the prefill requests alone, [P + 1].
+    start [R], rows [R + 1], int32 on the device. Some neighbouring requests have context in it:
+    tokens are theirs among the prefill's, query_start_loc and keys where each one's begin.
     """
 
     start: Tensor
     rows: Tensor
+    tokens: slice
+    query_start_loc: Tensor
     keys: Tensor
+    max_queries: int
     max_keys: int
 
 
@@ -65,12 +70,15 @@ class RecentMetadata:
 
 def max_decode_queries(config: VllmConfig) -> int:
     """New tokens a request may have and still be decoded: one, and the drafts."""
-    drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
-    return min(1 + drafts, cuda_ops.MAX_QUERIES)
+    draft = config.speculative_config
+    return 1 + (draft.num_speculative_tokens if draft else 0)
 
 
-def workspace_tokens(num_kv_heads: int, head_size: int) -> int:
-    return WORKSPACE_BYTES // (2 * 2 * num_kv_heads * head_size) // BLOCK * BLOCK
+def workspace_tokens(num_kv_heads: int, head_size: int, device: torch.device) -> int:
+    least, most = WORKSPACE_BYTES
+    total = torch.cuda.get_device_properties(device).total_memory
+    nbytes = min(max(least, total // 512), most)
+    return nbytes // (2 * 2 * num_kv_heads * head_size) // BLOCK * BLOCK
 
 
 def fill(computed: list[int], room: int) -> list[list[tuple[int, int]]]:
@@ -132,24 +140,40 @@ class Builder(_Builder):
         queries = start.diff()
         assert m.seq_lens_cpu_upper_bound is not None  # exact for a request that is prefilling
         computed = (m.seq_lens_cpu_upper_bound[decodes : m.num_reqs] - queries).tolist()
-        room = workspace_tokens(self.kv_cache_spec.num_kv_heads, self.kv_cache_spec.head_size)
-        rounds = fill(computed, room)
+        spec, gpu = self.kv_cache_spec, m.query_start_loc.device
+        rounds = fill(computed, workspace_tokens(spec.num_kv_heads, spec.head_size, gpu))
         n = m.num_reqs
-        host = torch.zeros(1 + len(rounds), 2 * n + 1, dtype=torch.int32, pin_memory=True)
+        # A line each: starts [n], rows [n + 1], query starts [n + 1].
+        host = torch.zeros(1 + len(rounds), 3 * n + 2, dtype=torch.int32, pin_memory=True)
         host[0, : len(start)] = start - first_row
-        for row, this in zip(host[1:], rounds, strict=True):
+        spans = []
+        for line, this in zip(host[1:], rounds, strict=True):
             for i, (at, take) in enumerate(this):
-                row[decodes + i] = at
-                row[n + decodes + i + 1] = take
-            row[n:] = row[n:].cumsum(0)
-        device = host.to(m.query_start_loc.device, non_blocking=True)
+                line[decodes + i] = at
+                line[n + decodes + i + 1] = take
+            line[n : 2 * n + 1] = line[n : 2 * n + 1].cumsum(0)
+            having = [i for i, (_, take) in enumerate(this) if take]
+            span = slice(having[0], having[-1] + 1)
+            spans.append(span)
+            line[2 * n + 1 :][: span.stop - span.start + 1] = (
+                start[span.start : span.stop + 1] - start[span.start]
+            )
+        device = host.to(gpu, non_blocking=True)
         return Prefill(
             first_row,
             device[0, : len(start)],
             int(queries.max()),
             [
-                Round(row[:n], row[n:], row[n + decodes :], max(take for _, take in this))
-                for row, this in zip(device[1:], rounds, strict=True)
+                Round(
+                    line[:n],
+                    line[n : 2 * n + 1],
+                    slice(int(start[span.start]) - first_row, int(start[span.stop]) - first_row),
+                    line[2 * n + 1 :][: span.stop - span.start + 1],
+                    line[n + decodes + span.start : n + decodes + span.stop + 1],
+                    int(queries[span].max()),
+                    max(take for _, take in this),
+                )
+                for line, this, span in zip(device[1:], rounds, spans, strict=True)
             ],
         )
 
@@ -185,7 +209,7 @@ class Impl(Int4KiviImpl):
         plan = cuda_ops.StepPlan(
             shape, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, device
         )
-        tokens = workspace_tokens(first.num_kv_heads, first.head_size)
+        tokens = workspace_tokens(first.num_kv_heads, first.head_size, device)
         workspace = torch.empty(
             (2, tokens, first.num_kv_heads, first.head_size),
             dtype=config.model_config.dtype,
@@ -234,20 +258,17 @@ class Impl(Int4KiviImpl):
         rows = slice(prefill.first_row, num_tokens)
         q, out = query[rows], output[rows]
         starts, longest = prefill.query_start_loc, prefill.max_queries
-        if not prefill.rounds:
-            _flash(
-                q, key[rows], value[rows], starts, starts, longest, longest, self.scale, True, out
-            )
-            return
-        part, lse = _flash(
-            q, key[rows], value[rows], starts, starts, longest, longest, self.scale, True
+        _, lse = _flash(
+            q, key[rows], value[rows], starts, starts, longest, longest, self.scale, True, out
         )
         k, v = self.workspace
-        for i, r in enumerate(prefill.rounds):
+        for r in prefill.rounds:
+            t = r.tokens
             cuda_ops.dequant_context(self.plan, pages, r.start, r.rows, k, v)
-            more, more_lse = _flash(q, k, v, starts, r.keys, longest, r.max_keys, self.scale, False)
-            last = i == len(prefill.rounds) - 1
-            part, lse = _merge(part, lse, more, more_lse, out if last else None)
+            more = _flash(
+                q[t], k, v, r.query_start_loc, r.keys, r.max_queries, r.max_keys, self.scale, False
+            )
+            lse[:, t] = _merge(out[t], lse[:, t].contiguous(), *more)
 
     def causal_attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         n = len(query)
@@ -257,9 +278,8 @@ class Impl(Int4KiviImpl):
     def profile(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         n = len(query)
         starts = torch.tensor([0, n], dtype=torch.int32, device=query.device)
-        a = _flash(query, key, value, starts, starts, n, n, self.scale, True)
-        b = _flash(query, key, value, starts, starts, n, n, self.scale, False)
-        _merge(*a, *b, output)
+        _, lse = _flash(query, key, value, starts, starts, n, n, self.scale, True, output)
+        _merge(output, lse, *_flash(query, key, value, starts, starts, n, n, self.scale, False))
 
 
 def _flash(
@@ -293,13 +313,10 @@ def _flash(
     )
 
 
-def _merge(
-    a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both parts; into ``out`` if given."""
+def _merge(out: Tensor, out_lse: Tensor, more: Tensor, more_lse: Tensor) -> Tensor:
+    """``out`` becomes the attention over the keys of both parts; returns its log-sum-exp."""
     from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
-    out = torch.empty_like(a) if out is None else out
-    lse = torch.empty_like(a_lse)
-    merge_attn_states(out, b, b_lse, a, a_lse, output_lse=lse)
-    return out, lse
+    lse = torch.empty_like(out_lse)
+    merge_attn_states(out, more, more_lse, out, out_lse, output_lse=lse)
+    return lse
