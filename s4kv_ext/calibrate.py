@@ -36,7 +36,11 @@ def observe(impl: Int4KiviImpl, query: Tensor, key: Tensor, value: Tensor, outpu
 
 
 def calibrate(runner: Any) -> None:
-    """Give every int4_kivi layer of a model runner its ``slot_channel``."""
+    """Give every int4_kivi layer of a model runner its ``slot_channel``.
+
+    Not within the memory pool of the weights, whose contents sleep mode may discard.
+    """
+    from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
     from vllm.logger import init_logger
     from vllm.model_executor.layers.attention import Attention
@@ -63,6 +67,7 @@ def calibrate(runner: Any) -> None:
     positions = torch.arange(tokens, device=runner.device)
     with (
         torch.inference_mode(),
+        set_current_vllm_config(config),
         set_forward_context(None, config, num_tokens=tokens, slot_mapping={}, skip_compiled=True),
     ):
         runner.get_model()(input_ids=ids, positions=positions)
