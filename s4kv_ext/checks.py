@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from s4kv_ext import settings
+from s4kv_ext.cuda_ops import MAX_QUERIES
 from s4kv_ext.format import BLOCK, DTYPES, HEAD_SIZES, KV_CACHE_DTYPE, RECENT
 
 if TYPE_CHECKING:
@@ -96,7 +97,6 @@ def _options(config: VllmConfig) -> Iterator[Unsupported]:
 
 
 def _platform(config: VllmConfig) -> Iterator[Unsupported]:
-    from vllm.logger import init_logger
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -115,20 +115,12 @@ def _platform(config: VllmConfig) -> Iterator[Unsupported]:
             f"model dtype {config.model_config.dtype} is not supported on GPUs",
             "use --dtype bfloat16 or float16",
         )
-    if (size := config.parallel_config.tensor_parallel_size) > 1:
+    if (draft := config.speculative_config) and draft.num_speculative_tokens >= MAX_QUERIES:
         yield Unsupported(
-            f"--tensor-parallel-size {size} has not been tested on GPUs yet",
-            f"set it to 1 or {INSTEAD}",
+            f"num_speculative_tokens {draft.num_speculative_tokens} is too large for the GPU "
+            f"kernel, which decodes {MAX_QUERIES} tokens of a request at a time",
+            f"use at most {MAX_QUERIES - 1}",
         )
-    if config.speculative_config:
-        yield Unsupported(
-            "speculative decoding has not been tested on GPUs yet",
-            f"leave out --speculative-config or {INSTEAD}",
-        )
-    init_logger("vllm.s4kv_ext").warning_once(
-        "int4_kivi on GPUs is a preview in this release: its kernels are tested on one H200, the "
-        "engine around them only in part; see the README's limits"
-    )
 
 
 def _model(config: VllmConfig) -> Iterator[Unsupported]:
