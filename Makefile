@@ -35,7 +35,7 @@ gpu-test: ## the tests that need a CUDA GPU; the last result is bench/results/gp
 	@$(PYTHON) build/env.py install --variant cuda
 	@bash -o pipefail -c '.venv/bin/python -m pytest -s tests/gpu 2>&1 | tee bench/results/gpu-test.txt'
 
-gpu-bench: ## measure attention and the engine on a CUDA GPU
+gpu-bench: ## measure attention, the engine, sealing and starting on a CUDA GPU, under an hour
 	@$(PYTHON) build/bench.py gpu
 
 fetch:    ## get the pinned files through pip's index, verify and cache them

@@ -3,79 +3,134 @@
 
 Rounds alternate between the dtypes, one engine a process; a figure is the median over rounds and
 its range stands beside it. Prefill is the time until every request has its first token. Decode is
-the median time of the steps after it, which bring one token to each request and nothing else.
+the median time of the steps after it, which bring one token to each request and nothing else; their
+10th and 90th percentiles stand beside it.
 
   bench/engine.py --model DIR                    # on the CPU, fp32, auto and int4_kivi
-  bench/engine.py --model DIR --dummy --dtype bfloat16 --kv auto fp8 int4_kivi \\
-      --contexts 8192 --batches 32 128 --out bench/results/engine_h200.json
+  bench/engine.py --model DIR --dummy --dtype bfloat16 --rounds 1 --repeats 3 \\
+      --kv auto fp8 int4_per_token_head int4_kivi --skip int4_per_token_head:128x8192 \\
+      --cells 1x1024 32x8192 128x8192 --long-prompt 32768 --long-chunk 2048 --fill 4096
 """
 
 from __future__ import annotations
 
-import random
 import statistics
-import time
+import sys
 from pathlib import Path
 from typing import Any
 
-from harness import in_process, parser, serve_child, write
+from harness import in_process, parser, save, serve_child
+from one_engine import FILL_STEPS, Engine
 
-CPU_KV_BYTES = 6 << 30
+DROPPED = 4  # first steps of a run that do not count
+LONG_S = 3.0  # a prefill that takes longer is not repeated
+Cell = tuple[int, int]
+
+
+def cell(text: str) -> Cell:
+    """Batch and context of 32x8192."""
+    batch, context = map(int, text.split("x"))
+    return batch, context
 
 
 def measure(
-    model: str, kv: str, dtype: str, cells: list[list[int]], steps: int, dummy: bool, chunk: int
-) -> dict[str, Any]:
-    from vllm import LLM, SamplingParams
-    from vllm.inputs import TokensPrompt
-    from vllm.platforms import current_platform
-
-    on_cpu = current_platform.is_cpu()
-    llm = LLM(
-        model,
-        dtype=dtype,
-        kv_cache_dtype=kv,
-        load_format="dummy" if dummy else "auto",
-        skip_tokenizer_init=True,
-        max_model_len=max(context for context, _ in cells) + steps + 8,
-        max_num_batched_tokens=chunk,
-        max_num_seqs=16 if on_cpu else 256,
-        **({"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {"gpu_memory_utilization": 0.85}),
-    )
-    rng = random.Random(0)
-    engine = llm.llm_engine
-
-    def run(context: int, batch: int, tokens: int) -> dict[str, float]:
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
-        for i in range(batch):
-            ids = [rng.randrange(100, 40_000) for _ in range(context)]
-            engine.add_request(f"{context}-{batch}-{i}", TokensPrompt(prompt_token_ids=ids), params)
-        first: float | None = None
-        steps: list[float] = []
-        begun: set[str] = set()
-        last = start
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            now = time.perf_counter()
-            if first is not None and len(outputs) == batch:
-                steps.append(now - last)
-            begun |= {o.request_id for o in outputs}
-            if first is None and len(begun) == batch:
-                first = now - start
-            last = now
-        assert first is not None
-        return {
-            "prefill_tok_s": batch * context / first,
-            "decode_ms": statistics.median(steps[2:]) * 1e3,
+    model: str, kv: str, dtype: str, cells: list[str], steps: int, dummy: bool, chunk: int,
+    repeats: int, long_prompt: int, long_chunk: int, fill: int, kv_bytes: int,
+) -> dict[str, Any]:  # fmt: skip
+    """One engine's cells by name, and its ``long`` and ``fill`` if asked for."""
+    shapes = {name: cell(name) for name in cells}
+    # Requests that began early decode until the last one has begun.
+    slack = max((-(-b * n // ((chunk or 2048) - b)) + 3 for b, n in shapes.values()), default=0)
+    lengths = [n + steps + DROPPED + slack for _, n in shapes.values()]
+    longest = max([*lengths, long_prompt + 8, fill + FILL_STEPS if fill else 0])
+    engine = Engine(model, kv, dtype, dummy, longest, chunk)
+    result: dict[str, Any] = {"kv_tokens": engine.kv_tokens, "ready_s": engine.ready_s}
+    result["chunk"] = engine.chunk
+    for name, (batch, context) in shapes.items():
+        mixed = engine.prefill_steps(batch, context)  # what began early decodes meanwhile
+        tokens = mixed + DROPPED + steps
+        if batch * (context + tokens) > engine.kv_tokens:
+            print(f"{kv} {name} does not fit into {engine.kv_tokens} tokens", file=sys.stderr)
+            continue
+        engine.warm(batch, context)
+        run = engine.run(batch, context, tokens)
+        prefill = [run.prefill_s]
+        while len(prefill) < repeats and prefill[0] < LONG_S:
+            prefill.append(engine.run(batch, context, mixed).prefill_s)
+        pure = run.steps[DROPPED:]
+        if len(pure) < steps // 2:
+            print(f"{kv} {name}: only {len(pure)} steps were decode alone", file=sys.stderr)
+            continue
+        tenths = statistics.quantiles(pure, n=10)
+        result[name] = {
+            "prefill_tok_s": [batch * context / s for s in prefill],
+            "decode_ms": statistics.median(pure) * 1e3,
+            "decode_ms_p10": tenths[0] * 1e3,
+            "decode_ms_p90": tenths[-1] * 1e3,
         }
-
-    run(200, 1, 8)  # the first request may still compile
-    cache = engine.vllm_config.cache_config
-    result: dict[str, Any] = {"kv_tokens": cache.kv_cache_size_tokens}
-    for context, batch in cells:
-        result[f"{context}x{batch}"] = run(context, batch, steps)
+        print(kv, name, result[name], file=sys.stderr)  # if what follows fails, this is not lost
+    if long_prompt:
+        times = engine.long_prompt(long_prompt, long_chunk, repeats, LONG_S)
+        result["long"] = {"prefill_tok_s": [long_prompt / s for s in times]}
+    if fill:
+        result["fill"] = engine.fill(fill, kv_bytes)
     return result
+
+
+def merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of several rounds: medians and ranges."""
+    prefill = [x for r in rows for x in r["prefill_tok_s"]]
+    row = {
+        "prefill_tok_s": statistics.median(prefill),
+        "prefill_tok_s_range": [min(prefill), max(prefill)],
+    }
+    if "decode_ms" in rows[0]:
+        decode = [r["decode_ms"] for r in rows]
+        row |= {k: statistics.median(r[k] for r in rows) for k in rows[0] if k.startswith("decode")}
+        row["decode_ms_range"] = [min(decode), max(decode)]
+    return row
+
+
+def summary(runs: dict[str, list[dict[str, Any]]], names: list[str]) -> dict[str, Any]:
+    """What all engines so far told, by what was measured, then by KV cache dtype."""
+    done = {kv: rounds for kv, rounds in runs.items() if rounds}
+    table = {
+        name: {
+            kv: merged([r[name] for r in rs if name in r])
+            for kv, rs in done.items()
+            if any(name in r for r in rs)
+        }
+        for name in names
+    }
+    result: dict[str, Any] = {
+        "chunk": next(iter(done.values()))[0]["chunk"],
+        "kv_tokens": {kv: rs[0]["kv_tokens"] for kv, rs in done.items()},
+        "ready_s": {kv: [r["ready_s"] for r in rs] for kv, rs in done.items()},
+        "cells": {name: row for name, row in table.items() if row and name != "long"},
+    }
+    if table.get("long"):
+        result["long"] = table["long"]
+    if any("fill" in rs[0] for rs in done.values()):
+        result["fill"] = {kv: rs[0]["fill"] for kv, rs in done.items() if "fill" in rs[0]}
+    return result
+
+
+def show(result: dict[str, Any], base: str) -> None:
+    for name, rows in (result["cells"] | {"long": result.get("long", {})}).items():
+        of = rows.get(base)
+        for kv, row in rows.items():
+            line = f"{name:10s} {kv:20s} prefill {row['prefill_tok_s']:8.0f} tok/s"
+            if of:
+                line += f" ({row['prefill_tok_s'] / of['prefill_tok_s']:.2f} x)"
+            if "decode_ms" in row:
+                line += f"   decode {row['decode_ms']:8.2f} ms"
+                if of:
+                    line += f" ({of['decode_ms'] / row['decode_ms']:.2f} x faster)"
+            print(line)
+    print("KV tokens that fit:", result["kv_tokens"])
+    print("seconds to ready:", {k: [round(s, 1) for s in v] for k, v in result["ready_s"].items()})
+    for kv, row in result.get("fill", {}).items():
+        print(f"fill {kv:20s} {row}")
 
 
 def main() -> None:
@@ -86,39 +141,45 @@ def main() -> None:
     ap.add_argument("--kv", nargs="+", default=["auto", "int4_kivi"], help="the first is the base")
     ap.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8064])
     ap.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    ap.add_argument("--chunk", type=int, default=2048, help="max_num_batched_tokens")
+    ap.add_argument("--cells", nargs="+", metavar="BATCHxCONTEXT", help="instead of all pairs")
+    ap.add_argument("--skip", nargs="+", default=[], metavar="KV:CELL", help="or KV:long, KV:fill")
+    ap.add_argument("--chunk", type=int, default=0, help="max_num_batched_tokens (2048, GPU 8192)")
     ap.add_argument("--steps", type=int, default=64)
     ap.add_argument("--rounds", type=int, default=3)
+    ap.add_argument("--repeats", type=int, default=1, help="of a prefill, in one round")
+    ap.add_argument("--long-prompt", type=int, default=0, help="prefill one prompt of that length")
+    ap.add_argument("--long-chunk", type=int, default=2048, help="in chunks of so many tokens")
+    ap.add_argument("--fill", type=int, default=0, help="fill the cache with requests this long")
+    ap.add_argument("--kv-bytes", type=int, default=8 << 30, help="of the cache, for --fill")
     args = ap.parse_args()
     serve_child(args.child, measure)
-    cells = [[c, b] for c in args.contexts for b in args.batches]
-    common = {"model": args.model, "dtype": args.dtype, "cells": cells, "steps": args.steps}
-    common |= {"dummy": args.dummy, "chunk": args.chunk}
+    names = args.cells or [f"{b}x{c}" for c in args.contexts for b in args.batches]
+    common = {"model": args.model, "dtype": args.dtype, "steps": args.steps, "dummy": args.dummy}
+    common |= {"repeats": args.repeats, "long_chunk": args.long_chunk, "kv_bytes": args.kv_bytes}
+    what = {"what": __doc__, **common, "model": Path(args.model).name, "rounds": args.rounds}
     runs: dict[str, list[dict[str, Any]]] = {kv: [] for kv in args.kv}
+    failed: list[str] = []
     for _ in range(args.rounds):
         for kv, done in runs.items():
-            done.append(in_process(common | {"kv": kv}))
-    base = args.kv[0]
-    table: dict[str, Any] = {}
-    for cell in (f"{c}x{b}" for c, b in cells):
-        for kv, done in runs.items():
-            row: dict[str, Any] = {}
-            for what in ("prefill_tok_s", "decode_ms"):
-                values = [r[cell][what] for r in done]
-                row[what] = statistics.median(values)
-                row[what + "_range"] = [min(values), max(values)]
-            table.setdefault(cell, {})[kv] = row
-            of = table[cell][base]
-            print(
-                f"{cell:10s} {kv:20s} prefill {row['prefill_tok_s']:8.0f} tok/s "
-                f"({row['prefill_tok_s'] / of['prefill_tok_s']:.2f} x)   "
-                f"decode {row['decode_ms']:8.2f} ms "
-                f"({of['decode_ms'] / row['decode_ms']:.2f} x faster)"
-            )
-    capacity = {kv: done[0]["kv_tokens"] for kv, done in runs.items()}
-    print("KV tokens that fit:", capacity)
-    common["model"] = Path(args.model).name
-    write(args.out, {"what": __doc__, **common, "kv_tokens": capacity, "cells": table})
+            options = {
+                "kv": kv,
+                "chunk": args.chunk,
+                "cells": [n for n in names if f"{kv}:{n}" not in args.skip],
+                "long_prompt": 0 if f"{kv}:long" in args.skip else args.long_prompt,
+                "fill": 0 if f"{kv}:fill" in args.skip else args.fill,
+            }
+            try:
+                done.append(in_process(common | options))
+            except SystemExit as e:  # a dtype that fails does not cost the others their time
+                failed.append(f"{kv}: {e}")
+                continue
+            result = summary(runs, [*names, "long"] if args.long_prompt else names)
+            save(args.out, what | result)  # each time: what a later engine loses is its own
+    if any(runs.values()):
+        show(result, args.kv[0])
+        print(f"wrote {args.out}")
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import functools
 import hashlib
 import importlib.util
 import json
@@ -12,7 +14,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +22,51 @@ RESULTS = Path(__file__).parent / "results"
 MARK = "RESULT "
 
 
+def vllm_version() -> str | None:
+    """Of the installed distribution, under either of its names; None without one."""
+    for name in ("vllm", "s4kv-vllm"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return None
+
+
+def gpu() -> dict[str, str]:
+    """Name and driver of the first NVIDIA GPU; empty without one."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        name, driver = told.splitlines()[0].rsplit(", ", 1)
+    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
+        return {}
+    return {"gpu": name, "driver": driver}
+
+
+@functools.cache
 def machine() -> dict[str, Any]:
-    """The machine and versions a figure was measured with."""
+    """The machine and versions a figure was measured with; GPU and driver if torch has CUDA."""
+    import torch
+
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = [x.split(":")[1].strip() for x in lines if x.startswith("model name")]
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu[0] if cpu else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
+        **(gpu() if torch.version.cuda else {}),
         "python": platform.python_version(),
-        "torch": version("torch"),
-        "vllm": version("vllm"),
+        "torch": torch.__version__,
+        "vllm": vllm_version(),
     }
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
+def save(path: Path, result: dict[str, Any]) -> None:
+    """``write`` without a word, for a bench that saves after every row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine()} | result, indent=1) + "\n")
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    save(path, result)
     print(f"wrote {path}")
 
 
@@ -49,7 +79,7 @@ def parser(doc: str | None, result: str) -> argparse.ArgumentParser:
     return ap
 
 
-def in_process(options: dict[str, Any]) -> Any:
+def in_process(options: dict[str, Any], environment: dict[str, str] | None = None) -> Any:
     """Run this very script again with ``--child OPTIONS``, show its log, return what it reported.
 
     One engine a process: memory, threads and compiled code of one do not touch the next.
@@ -63,7 +93,8 @@ def in_process(options: dict[str, Any]) -> Any:
     }
     print("…", " ".join(f"{k}={v}" for k, v in options.items()), flush=True)
     command = [sys.executable, sys.argv[0], "--child", json.dumps(options)]
-    run = subprocess.run(command, env=env | os.environ, stdout=subprocess.PIPE, text=True)
+    env = env | os.environ | (environment or {})
+    run = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
     lines = [x for x in run.stdout.splitlines() if x.startswith(MARK)]
     if run.returncode or not lines:
         raise SystemExit(f"the engine ended with status {run.returncode}:\n{run.stdout[-3000:]}")

@@ -3,7 +3,8 @@
 
 examples:
   build/bench.py cpu      fidelity, greedy text, and speed beside auto, on this CPU; about an hour
-  build/bench.py gpu      decode attention beside FlashAttention 3, and the engine, on a CUDA GPU
+  build/bench.py gpu      decode attention, the engine on five shapes, sealing, and starting, on a
+                          CUDA GPU; under an hour
 """
 
 from __future__ import annotations
@@ -31,12 +32,23 @@ def cpu() -> None:
 
 
 def gpu() -> None:
-    run_script("attention.py", "--out", BENCH / "results" / "attention.json")
-    cells = ("--contexts", "8192", "--batches", "32", "128", "--chunk", "8192")
+    run_script("attention.py")
+    what: tuple[str | Path, ...] = (
+        "--dummy", "--dtype", "bfloat16", "--rounds", "1", "--repeats", "3",
+        "--kv", "auto", "fp8", "int4_per_token_head", "int4_kivi",
+        "--cells", "1x1024", "1x8192", "1x32768", "8x8192", "32x8192", "128x8192",
+        "--long-prompt", "32768", "--fill", "4096",
+        "--skip", "int4_per_token_head:128x8192", "int4_per_token_head:fill",
+    )  # fmt: skip
     for config in sorted((BENCH / "models").glob("*/config.json")):
-        out = BENCH / "results" / f"engine_{config.parent.name}.json"
-        what = ("--dummy", "--dtype", "bfloat16", "--kv", "auto", "fp8", "int4_kivi")
-        run_script("engine.py", "--model", config.parent, *what, *cells, "--out", out)
+        run_script("engine.py", "--model", config.parent, *what, "--out", engine_json(config))
+    qwen = BENCH / "models" / "qwen2.5-7b"
+    run_script("seal.py", "--engine", engine_json(qwen / "config.json"))
+    run_script("startup.py", "--model", qwen, "--dtype", "bfloat16")
+
+
+def engine_json(config: Path) -> Path:
+    return BENCH / "results" / f"engine_{config.parent.name}.json"
 
 
 def run() -> None:
