@@ -12,6 +12,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+@pytest.fixture(scope="module")
+def start():
+    """Start an engine: start(model, **options)."""
+    from tests.gpu.engines import Engines
+
+    engines = Engines()
+    yield engines
+    engines.stop()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_no_gpu: runs without a GPU")
     if torch.cuda.is_available():
