@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from s4kv_ext import cuda_ops
+from s4kv_ext.context_rounds import Round, rounds
 from s4kv_ext.format import BLOCK
 from s4kv_ext.impl import Int4KiviImpl
 
@@ -24,23 +25,6 @@ if TYPE_CHECKING:
 
 # Dequantised keys and values: of 16384 tokens of a 7B model, four times that on the largest GPUs.
 WORKSPACE_BYTES = (64 << 20, 256 << 20)
-
-
-@dataclass
-class Round:
-    """One filling of the workspace: tokens start[i] … of request i go to rows rows[i] … rows[i+1].
-
-    start [R], rows [R + 1], int32 on the device. Some neighbouring requests have context in it:
-    tokens are theirs among the prefill's, query_start_loc and keys where each one's begin.
-    """
-
-    start: Tensor
-    rows: Tensor
-    tokens: slice
-    query_start_loc: Tensor
-    keys: Tensor
-    max_queries: int
-    max_keys: int
 
 
 @dataclass
@@ -79,26 +63,6 @@ def workspace_tokens(num_kv_heads: int, head_size: int, device: torch.device) ->
     total = torch.cuda.get_device_properties(device).total_memory
     nbytes = min(max(least, total // 512), most)
     return nbytes // (2 * 2 * num_kv_heads * head_size) // BLOCK * BLOCK
-
-
-def fill(computed: list[int], room: int) -> list[list[tuple[int, int]]]:
-    """Cut contexts of ``computed`` tokens into rounds of at most ``room`` tokens.
-
-    A round has (start, tokens) of every request; starts are multiples of BLOCK.
-    """
-    done = [0] * len(computed)
-    rounds = []
-    while done != computed:
-        left, this = room, []
-        for i, total in enumerate(computed):
-            take = min(total - done[i], left)
-            if take < total - done[i]:
-                take = take // BLOCK * BLOCK
-            this.append((done[i], take))
-            done[i] += take
-            left -= take
-        rounds.append(this)
-    return rounds
 
 
 class _Builder(AttentionMetadataBuilder[Any]):
@@ -141,40 +105,13 @@ class Builder(_Builder):
         assert m.seq_lens_cpu_upper_bound is not None  # exact for a request that is prefilling
         computed = (m.seq_lens_cpu_upper_bound[decodes : m.num_reqs] - queries).tolist()
         spec, gpu = self.kv_cache_spec, m.query_start_loc.device
-        rounds = fill(computed, workspace_tokens(spec.num_kv_heads, spec.head_size, gpu))
-        n = m.num_reqs
-        # A line each: starts [n], rows [n + 1], query starts [n + 1].
-        host = torch.zeros(1 + len(rounds), 3 * n + 2, dtype=torch.int32, pin_memory=True)
-        host[0, : len(start)] = start - first_row
-        spans = []
-        for line, this in zip(host[1:], rounds, strict=True):
-            for i, (at, take) in enumerate(this):
-                line[decodes + i] = at
-                line[n + decodes + i + 1] = take
-            line[n : 2 * n + 1] = line[n : 2 * n + 1].cumsum(0)
-            having = [i for i, (_, take) in enumerate(this) if take]
-            span = slice(having[0], having[-1] + 1)
-            spans.append(span)
-            line[2 * n + 1 :][: span.stop - span.start + 1] = (
-                start[span.start : span.stop + 1] - start[span.start]
-            )
-        device = host.to(gpu, non_blocking=True)
+        room = workspace_tokens(spec.num_kv_heads, spec.head_size, gpu)
+        relative = start - first_row
         return Prefill(
             first_row,
-            device[0, : len(start)],
+            relative.to(torch.int32).pin_memory().to(gpu, non_blocking=True),
             int(queries.max()),
-            [
-                Round(
-                    line[:n],
-                    line[n : 2 * n + 1],
-                    slice(int(start[span.start]) - first_row, int(start[span.stop]) - first_row),
-                    line[2 * n + 1 :][: span.stop - span.start + 1],
-                    line[n + decodes + span.start : n + decodes + span.stop + 1],
-                    int(queries[span].max()),
-                    max(take for _, take in this),
-                )
-                for line, this, span in zip(device[1:], rounds, spans, strict=True)
-            ],
+            rounds(decodes, relative, computed, room, gpu),
         )
 
 
