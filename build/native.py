@@ -69,7 +69,7 @@ def build(variant: str, torch: str) -> Path:
     if out.exists() and stamp.exists() and stamp.read_text() == wanted:
         return out
     options = compilers(variant)
-    say(f"compiling the {variant} kernels" + (" (minutes)" if variant == "cuda" else ""))
+    say(f"compiling the {variant} kernels" + (" (a minute)" if variant == "cuda" else ""))
     folder = TREE / variant
     shutil.rmtree(folder, ignore_errors=True)
     tools = env.tools()

@@ -17,8 +17,12 @@ import subprocess
 import sys
 
 import env
+import metadata
+import native
 import verify
-from common import ROOT, Stop, main, say
+from archive import Base
+from common import ROOT, Stop, main, pins, say
+from fetch import fetch
 
 
 def stage(name: str, *command: str) -> bool:
@@ -45,12 +49,22 @@ def series() -> bool:
     return True
 
 
+def cuda_kernels() -> None:
+    """Where nvcc is, also compile the CUDA kernels: tests say whether they fit every GPU."""
+    if native.nvcc() is None:
+        say("no nvcc: the tests of the compiled CUDA kernels are skipped")
+    else:
+        base = Base(fetch(pins().files["cpu"]))  # both variants pin the same torch
+        native.build("cuda", metadata.torch(base.text("METADATA"), "cpu"))
+
+
 def run() -> int:
     if sys.argv[1:2] in (["-h"], ["--help"]):
         print(__doc__)
         return 0
     arguments = sys.argv[1:] + shlex.split(os.environ.get("ARGS", ""))
     env.install("cpu", tests=True)
+    cuda_kernels()
     sound = [
         series(),
         stage("lint", "ruff", "check", "."),
