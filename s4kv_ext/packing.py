@@ -5,6 +5,7 @@ GPU will want its matrix fragments.
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
@@ -24,6 +25,22 @@ class Packing(Protocol):
         """Inverse of ``pack``."""
 
 
+def write_page(head_dim: int, parts: dict[str, Tensor]) -> Tensor:
+    """A page, uint8 [H, head_page_bytes], of the [H, ...] content of each section."""
+    heads = parts["key_code"].shape[0]
+    page = torch.zeros(heads, head_page_bytes(head_dim), dtype=torch.uint8)
+    for name, (start, _) in sections(head_dim).items():
+        raw = parts[name].contiguous().view(torch.uint8).reshape(heads, -1)
+        page[:, start : start + raw.shape[1]] = raw
+    return page
+
+
+def read_section(page: Tensor, head_dim: int, name: str, dtype: torch.dtype) -> Tensor:
+    """[H, elements of dtype]"""
+    start, size = sections(head_dim)[name]
+    return page[:, start : start + size].contiguous().view(dtype)
+
+
 def _nibbles(low_first: Tensor) -> Tensor:
     """Pack the last dimension (even, codes 0..15): byte j has code j low and code j + half high."""
     low, high = low_first.chunk(2, -1)
@@ -41,9 +58,6 @@ class LanePacking:
     """
 
     def pack(self, block: SealedBlock) -> Tensor:
-        heads, dim = block.key_offset.shape
-        page = torch.zeros(heads, head_page_bytes(dim), dtype=torch.uint8)
-        exponents = torch.stack((block.key_exponent, block.value_exponent), 1)
         parts = {
             "key_code": _nibbles(block.key_code.transpose(1, 2)),
             "key_scale": block.key_scale,
@@ -51,20 +65,12 @@ class LanePacking:
             "value_code": _nibbles(block.value_code),
             "value_scale": block.value_scale,
             "value_offset": block.value_offset,
-            "exponents": exponents,
+            "exponents": torch.stack((block.key_exponent, block.value_exponent), 1),
         }
-        for name, (start, _) in sections(dim).items():
-            raw = parts[name].contiguous().view(torch.uint8).reshape(heads, -1)
-            page[:, start : start + raw.shape[1]] = raw
-        return page
+        return write_page(block.key_offset.shape[1], parts)
 
     def unpack(self, page: Tensor, head_dim: int) -> SealedBlock:
-        heads = page.shape[0]
-
-        def section(name: str, dtype: torch.dtype) -> Tensor:
-            start, size = sections(head_dim)[name]
-            return page[:, start : start + size].contiguous().view(dtype)
-
+        heads, section = page.shape[0], functools.partial(read_section, page, head_dim)
         key_code = section("key_code", torch.uint8).reshape(heads, -1, 32)
         value_code = section("value_code", torch.uint8).reshape(heads, -1, head_dim // 2)
         exponents = section("exponents", torch.int8)

@@ -15,7 +15,8 @@ import functools
 import torch
 from torch import Tensor
 
-from s4kv_ext.format import BLOCK, head_page_bytes, key_slots, sections
+from s4kv_ext.format import BLOCK, key_slots
+from s4kv_ext.packing import read_section, write_page
 from s4kv_ext.quantize import SealedBlock
 
 _K_INDEX = torch.tensor([0, 1, 8, 9])
@@ -61,8 +62,7 @@ class MmaPacking:
     """
 
     def pack(self, block: SealedBlock) -> Tensor:
-        heads, dim = block.key_offset.shape
-        page = torch.zeros(heads, head_page_bytes(dim), dtype=torch.uint8)
+        dim = block.key_offset.shape[1]
         key, value = block.key_code, block.value_code
         token, slot = _key_order(dim)
         v_token, channel = _value_order(dim)
@@ -76,17 +76,10 @@ class MmaPacking:
             "value_offset": block.value_offset[:, scales],
             "exponents": torch.stack((block.key_exponent, block.value_exponent), 1),
         }
-        for name, (start, _) in sections(dim).items():
-            raw = parts[name].contiguous().view(torch.uint8).reshape(heads, -1)
-            page[:, start : start + raw.shape[1]] = raw
-        return page
+        return write_page(dim, parts)
 
     def unpack(self, page: Tensor, head_dim: int) -> SealedBlock:
-        heads = page.shape[0]
-
-        def section(name: str, dtype: torch.dtype) -> Tensor:
-            start, size = sections(head_dim)[name]
-            return page[:, start : start + size].contiguous().view(dtype)
+        heads, section = page.shape[0], functools.partial(read_section, page, head_dim)
 
         def order(index: Tensor) -> Tensor:
             return index.to(page.device)
