@@ -74,6 +74,8 @@ def doctor(args: argparse.Namespace) -> int:
         print(f"{'WRONG':13} {problem}")
     if wrong:
         print(f"{'to repair':13} {install_check.repair()}")
+    if hint := install_check.misplaced():
+        print(f"{'NOTE':13} {hint}")
     if not wrong + system:
         print(f"{'installation':13} intact")
     return 1 if wrong + system else 0

@@ -25,6 +25,8 @@ from urllib.parse import unquote, urlsplit
 
 KV_CACHE_DTYPE = "int4_kivi"  # not imported from format.py, which the guard's copy does not have
 TOLD = "S4KV_INSTALLATION_TOLD"  # set once a process has warned, so that its children do not
+MISPLACED_TOLD = "S4KV_VARIANT_TOLD"
+GPUS = ("/dev/nvidiactl", "/dev/dxg")  # one is there if a driver is; the second under WSL
 CHUNK = 1 << 20
 
 
@@ -179,12 +181,33 @@ def warn() -> None:
         warnings.warn(f"s4kv: {message()}", stacklevel=2)
 
 
+def misplaced() -> str | None:
+    """The wheel of one variant is on a machine for the other; vLLM does not say so."""
+    variant = (build_info() or {}).get("variant")
+    gpu = any(os.path.exists(device) for device in GPUS)
+    if variant == "cpu" and gpu:
+        return (
+            "this is the CPU wheel, and the machine has an NVIDIA GPU, which it will not use: "
+            "install the CUDA wheel for that"
+        )
+    if variant == "cuda" and not gpu:
+        return (
+            "this is the CUDA wheel, and no NVIDIA GPU is visible here: install its driver, give "
+            "the container the GPU, or install the CPU wheel"
+        )
+    return None
+
+
 def plugin() -> None:
-    """A plugin of vLLM, for the case that the patched files, and so their checks, are gone.
+    """A plugin of vLLM: says where the other variant is meant, and stands in for our checks where
+    the patched files, and so the checks, are gone.
 
     vLLM loads plugins before it parses its command line, where stock vLLM would only say that it
     does not know int4_kivi.
     """
+    if (hint := misplaced()) and not os.environ.get(MISPLACED_TOLD):
+        os.environ[MISPLACED_TOLD] = "1"
+        warnings.warn(f"s4kv: {hint}", stacklevel=2)
     if not state() or (build_info() and not changed_files()):
         return  # the patched files are in place and call `require` or `warn` themselves
     asked = [a for a in sys.argv if a == KV_CACHE_DTYPE or a.endswith(f"={KV_CACHE_DTYPE}")]

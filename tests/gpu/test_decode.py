@@ -1,5 +1,7 @@
 """decode against float64 attention over what the pages hold."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -133,6 +135,14 @@ def test_small_shared_memory() -> None:
     )
     case.plan = cuda_ops.StepPlan(shape, len(case.requests), case.tokens, "cuda")
     run(case, f"99 KB: {shape.warps} warps, {shape.stages} stages")
+
+
+def test_a_launch_that_fails_says_the_shapes() -> None:
+    case = Case([Request(100, 1)])
+    case.update()
+    case.plan.shape = dataclasses.replace(case.plan.shape, stages=99)  # more than any card has
+    with pytest.raises(RuntimeError, match=r"decode: .*query \[1, 14, 128\].* seq_lens \[1\]"):
+        cuda_ops.decode(case.plan, case.query, case.query.clone(), case.pages, case.scale)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,11 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <initializer_list>
 #include <sstream>
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 #include "launch.h"
 #include "layout.cuh"
@@ -15,7 +18,9 @@
 namespace s4kv {
 
 void check(cudaError_t error, const char* name) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("s4kv_cuda::") + name + ": " + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // or the next launch would be blamed
+  throw std::runtime_error(std::string("s4kv_cuda::") + name + ": " + cudaGetErrorString(error));
 }
 void check_launch(const char* name) { check(cudaGetLastError(), name); }
 
@@ -35,6 +40,17 @@ std::string describe(const Tensor& t) {
 }
 void require(bool ok, const char* what, const Tensor& t) {
   if (!ok) throw std::invalid_argument(std::string("s4kv_cuda: ") + what + ", got " + describe(t));
+}
+// A launch that fails says what it was launched on.
+template <class Launch>
+void with_shapes(std::initializer_list<std::pair<const char*, const Tensor*>> tensors, Launch launch) {
+  try {
+    launch();
+  } catch (const std::runtime_error& e) {
+    std::string message = e.what();
+    for (const auto& [name, tensor] : tensors) message += std::string(", ") + name + " " + describe(*tensor);
+    throw std::runtime_error(message);
+  }
 }
 const int* ints(const Tensor& t, const char* name) {
   require(t.is_cuda() && t.scalar_type() == ScalarType::Int && (t.numel() == 0 || t.stride(t.dim() - 1) == 1), name, t);
@@ -106,7 +122,9 @@ void plan_step_op(const Tensor& query_start, const Tensor& seq_lens, const Tenso
   require(request.size(0) >= s.requests, "plan has room for fewer requests", request);
   if (s.requests == 0) return;
   torch::stable::accelerator::DeviceGuard guard(seq_lens.get_device_index());
-  plan_step(s, plan_of(header, request, share, seal, slot), max_queries, heads, min_pages, stream_of(seq_lens));
+  with_shapes({{"seq_lens", &seq_lens}, {"sealed_table", &sealed_table}, {"slot", &slot}}, [&] {
+    plan_step(s, plan_of(header, request, share, seal, slot), max_queries, heads, min_pages, stream_of(seq_lens));
+  });
 }
 
 void store_and_seal_op(const Tensor& key, const Tensor& value, const Tensor& sealed, const Tensor& recent,
@@ -118,9 +136,11 @@ void store_and_seal_op(const Tensor& key, const Tensor& value, const Tensor& sea
   require_tokens(value, p, p.heads, "value must be [tokens, heads, head_dim] in the pages' dtype");
   require(key.size(0) >= slot.size(0) && value.size(0) >= slot.size(0), "key and value must have the plan's tokens", key);
   torch::stable::accelerator::DeviceGuard guard(key.get_device_index());
-  store_and_seal(p, {key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)},
-                 tables(query_start, seq_lens, sealed_table, recent_table), plan_of(header, request, share, seal, slot),
-                 stream_of(key));
+  with_shapes({{"key", &key}, {"sealed", &sealed}, {"recent", &recent}, {"seq_lens", &seq_lens}}, [&] {
+    store_and_seal(p, {key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)},
+                   tables(query_start, seq_lens, sealed_table, recent_table), plan_of(header, request, share, seal, slot),
+                   stream_of(key));
+  });
 }
 
 DecodeShape shape_of(int64_t group, int64_t tile_warps, int64_t tiles, int64_t warps, int64_t stages) {
@@ -141,10 +161,12 @@ void decode_op(const Tensor& query, const Tensor& out, const Tensor& sealed, con
           "partial is too small", partial);
   require(arrivals.numel() >= (long)s.requests * p.heads, "arrivals is too small", arrivals);
   torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
-  decode(p,
-         {query.data_ptr(), out.data_ptr(), query.stride(0), out.stride(0), (float)scale,
-          static_cast<float*>(partial.data_ptr()), mutable_ints(arrivals, "arrivals"), overlap},
-         s, plan_of(header, request, share, seal, slot), shape, stream_of(query));
+  with_shapes({{"query", &query}, {"sealed", &sealed}, {"recent", &recent}, {"seq_lens", &seq_lens}, {"share", &share}}, [&] {
+    decode(p,
+           {query.data_ptr(), out.data_ptr(), query.stride(0), out.stride(0), (float)scale,
+            static_cast<float*>(partial.data_ptr()), mutable_ints(arrivals, "arrivals"), overlap},
+           s, plan_of(header, request, share, seal, slot), shape, stream_of(query));
+  });
 }
 
 void dequant_context_op(const Tensor& sealed, const Tensor& recent, const Tensor& slot_channel, const Tensor& query_start,
@@ -160,8 +182,10 @@ void dequant_context_op(const Tensor& sealed, const Tensor& recent, const Tensor
   require(rows.size(0) > s.requests, "rows must be int32 [requests + 1]", rows);
   if (s.requests == 0 || key.size(0) == 0) return;
   torch::stable::accelerator::DeviceGuard guard(key.get_device_index());
-  dequant_context(p, {ints(start, "start"), ints(rows, "rows"), key.data_ptr(), value.data_ptr(), (int)key.size(0)}, s,
-                  stream_of(key));
+  with_shapes({{"key", &key}, {"sealed", &sealed}, {"recent", &recent}, {"seq_lens", &seq_lens}}, [&] {
+    dequant_context(p, {ints(start, "start"), ints(rows, "rows"), key.data_ptr(), value.data_ptr(), (int)key.size(0)}, s,
+                    stream_of(key));
+  });
 }
 
 int64_t decode_shared_bytes_op(int64_t dim, int64_t tile_warps, int64_t tiles, int64_t warps, int64_t stages) {
