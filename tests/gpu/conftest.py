@@ -22,6 +22,15 @@ def start():
     engines.stop()
 
 
+def pytest_report_header() -> str | None:
+    """A result that is kept says what it was measured with."""
+    if not torch.cuda.is_available():
+        return None
+    from bench.harness import machine
+
+    return ", ".join(f"{k} {v}" for k, v in machine().items())
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_no_gpu: runs without a GPU")
     if torch.cuda.is_available():
