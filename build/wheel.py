@@ -44,7 +44,7 @@ def patched() -> list[str]:
 
 def extension() -> dict[str, Path]:
     """Our package without what only builds it."""
-    kept = (p for p in EXT.rglob("*") if p.suffix in (".py", ".json", ".typed"))
+    kept = (p for p in EXT.rglob("*") if p.suffix in (".py", ".json", ".typed", ".j2"))
     skip = {"csrc", "__pycache__"}
     return {str(p.relative_to(ROOT)): p for p in kept if not skip & set(p.relative_to(EXT).parts)}
 
