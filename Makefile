@@ -28,7 +28,7 @@ test:     ## lint, types and the test suite
 soak:     ## 1,000 random schedules over the real scheduler; COUNT=
 	@$(PYTHON) build/env.py install && .venv/bin/python tests/schedules.py --count $(or $(COUNT),1000)
 
-bench:    ## measure fidelity and speed on this CPU, about an hour
+bench:    ## measure fidelity and speed on this CPU, hours
 	@$(PYTHON) build/bench.py cpu
 
 gpu-test: ## the tests that need a CUDA GPU; the last result is bench/results/gpu-test.txt

@@ -108,23 +108,38 @@ def serve_child(options: dict[str, Any] | None, run: Callable[..., Any]) -> None
         sys.exit()
 
 
-def texts() -> dict[str, str]:
-    """Four held-out texts that every Python brings: two of its reference, two modules."""
+def _source(module: str) -> str:
+    spec = importlib.util.find_spec(module)
+    assert spec and spec.origin
+    return Path(spec.origin).read_text()
 
-    def source(module: str) -> str:
-        spec = importlib.util.find_spec(module)
-        assert spec and spec.origin
-        return Path(spec.origin).read_text()
 
+def _reference() -> str:
     from pydoc_data.topics import topics
 
-    prose = "\n\n".join(topics[key] for key in sorted(topics))
+    return "\n\n".join(topics[key] for key in sorted(topics))
+
+
+def texts() -> dict[str, str]:
+    """Four held-out texts that every Python brings: two of its reference, two modules."""
+    prose = _reference()
     return {
         "reference-1": prose[:40_000],
         "reference-2": prose[len(prose) // 2 :][:40_000],
-        "argparse.py": source("argparse")[:40_000],
-        "statistics.py": source("statistics")[:40_000],
+        "argparse.py": _source("argparse")[:40_000],
+        "statistics.py": _source("statistics")[:40_000],
     }
+
+
+def long_texts() -> dict[str, str]:
+    """Five texts of more than 20,000 tokens that every Python brings."""
+    modules = ("argparse", "_pydecimal", "doctest", "tarfile")
+    return {"reference": _reference()} | {f"{m}.py": _source(m) for m in modules}
+
+
+def other_texts() -> dict[str, str]:
+    """Two more of the same kinds, of which nothing is in ``texts``: to calibrate on."""
+    return {"reference-end": _reference()[-20_000:], "heapq.py": _source("heapq")[:20_000]}
 
 
 def digest(text: str) -> str:

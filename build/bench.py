@@ -2,7 +2,7 @@
 """Measure what the README says, and write bench/results/*.json.
 
 examples:
-  build/bench.py cpu      fidelity, greedy text, and speed beside auto, on this CPU; about an hour
+  build/bench.py cpu      fidelity, tasks, greedy text, and speed beside auto, on this CPU; hours
   build/bench.py gpu      decode attention, the engine on five shapes, sealing, and starting, on a
                           CUDA GPU; under an hour
 """
@@ -10,11 +10,13 @@ examples:
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from pathlib import Path
 
 import env
-from common import ROOT, Stop, main
-from serve import own_model
+from common import ROOT, TREE, Stop, main, pins
+from fetch import fetch
+from serve import OWN, own_model
 
 BENCH = ROOT / "bench"
 
@@ -23,10 +25,26 @@ def run_script(name: str, *arguments: str | Path) -> None:
     env.call([env.VENV / "bin" / "python", BENCH / name, *arguments])
 
 
+def outlier_model(alpha: int) -> Path:
+    """smollm2-outlier with key channels so many times as large."""
+    folder = TREE / "bench-models" / f"x{alpha}"
+    source = fetch(pins().files["model"])
+    command = env.VENV / "bin" / "s4kv"
+    which = ("--alpha", str(alpha), "smollm2-outlier")
+    env.call([command, "make-model", "--from", source, "--out", folder, *which])
+    return folder / "smollm2-outlier"
+
+
 def cpu() -> None:
-    smollm2, outlier = own_model("smollm2"), own_model("smollm2-outlier")
-    models = ("--model", f"smollm2={smollm2}", "--model", f"smollm2-outlier={outlier}")
-    run_script("fidelity.py", *models)
+    smollm2 = own_model("smollm2")
+    own = {name: own_model(name) for name in OWN}
+    run_script("fidelity.py", *chain(*(("--model", f"{n}={path}") for n, path in own.items())))
+    more = (("--model", f"smollm2-outlier-x{a}={outlier_model(a)}") for a in (8, 100))
+    run_script("fidelity.py", "--keep", "--only", "int4_kivi", *chain(*more))
+    long = ("--tokens", "8192", "--only", "bf16 auto", "int4_kivi", "int4_kivi, calibrated")
+    out = BENCH / "results" / "fidelity_8k.json"
+    run_script("fidelity.py", "--model", f"smollm2={smollm2}", *long, "--out", out)
+    run_script("tasks.py", "--model", smollm2)
     run_script("greedy.py", "--model", smollm2)
     run_script("engine.py", "--model", smollm2)
 

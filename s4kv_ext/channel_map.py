@@ -5,7 +5,8 @@ appears twice has an 8-bit code, its first slot the high nibble; one that does n
 stored as its block mean; -1 is an unused slot.
 
 What a slot is worth: the error a key channel causes in the scores is E[q_c^2] * var(k_c), and it
-varies over orders of magnitude within a head.
+varies over orders of magnitude within a head. A query that looks at the sinks or at its neighbours
+does not read that error, so queries count by what they read of sealed tokens.
 """
 
 from __future__ import annotations
@@ -13,24 +14,48 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from s4kv_ext.format import BLOCK, key_slots
+from s4kv_ext.format import BLOCK, RECENT, SINKS, key_slots
 
 # Expected error of a channel of unit variance, uniform noise over a range of 5.2 sigma.
 _ERROR = [1.0, 5.2**2 / 12 / 15**2, 5.2**2 / 12 / 255**2]
 
+FIRST = RECENT + BLOCK
+"""The first position whose query finds a sealed block."""
+QUERIES = 128
+"""So many queries of a sequence are looked at, evenly spread."""
 
-def importance(query: Tensor, key: Tensor) -> Tensor:
+
+def importance(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Weight of each key channel, float32 [H, D].
 
-    query [T, heads, D], key [T, H, D], after rotary embedding, of one sequence of T tokens.
+    query [T, heads, D], key [T, H, D], after rotary embedding, of one sequence of T tokens; scale:
+    of the scores.
     """
     tokens, heads, dim = key.shape
     block = min(BLOCK, tokens)
     whole = tokens // block * block
     k = key[:whole].float().reshape(-1, block, heads, dim)
     variance = k.var(1, correction=0).mean(0)
-    energy = query.float().square().mean(0).reshape(heads, -1, dim).mean(1)
+    at = torch.linspace(min(FIRST, tokens - 1), tokens - 1, min(QUERIES, tokens)).long()
+    q = query[at.to(query.device)].float().reshape(len(at), heads, -1, dim)
+    energy = torch.einsum("qhg,qhgd->hd", read_of_sealed(q, key, at, scale), q.square()) / len(at)
     return (energy * variance).nan_to_num(0.0, posinf=torch.finfo(torch.float32).max)
+
+
+def read_of_sealed(q: Tensor, key: Tensor, at: Tensor, scale: float) -> Tensor:
+    """Sum of squared probabilities of a query's sealed tokens, float32 [Q, H, G].
+
+    If their scores err independently, the output errs by that much, squared. q [Q, H, G, D], key
+    [T, H, D], at [Q] positions. A sequence that is too short to have sealed tokens counts all its
+    queries alike, and next to nothing beside longer ones.
+    """
+    if len(key) <= FIRST:
+        return torch.full_like(q[..., 0], 1e-6)
+    score = torch.einsum("qhgd,khd->qhgk", q, key.float()) * scale
+    behind = (at[:, None] - torch.arange(len(key)))[:, None, None].to(q.device)
+    p = score.masked_fill(behind < 0, -torch.inf).softmax(-1)
+    p[..., :SINKS] = 0
+    return p.masked_fill(behind < RECENT, 0).square().sum(-1)
 
 
 def allocate(weight: Tensor) -> Tensor:

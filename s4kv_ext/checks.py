@@ -4,16 +4,17 @@ why and what to use instead."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from s4kv_ext import settings
+from s4kv_ext import map_file, settings
 from s4kv_ext.cuda_ops import MAX_QUERIES
 from s4kv_ext.format import BLOCK, DTYPES, HEAD_SIZES, KV_CACHE_DTYPE, RECENT
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 INSTEAD = "use --kv-cache-dtype auto"
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0))
@@ -35,7 +36,7 @@ def check_config(config: VllmConfig) -> None:
         install_check.warn()
         return
     install_check.require()
-    for problem in (*_options(config), *_model(config), *_settings(config)):
+    for problem in chain(_options(config), model_problems(config.model_config), _settings(config)):
         raise problem
 
 
@@ -123,8 +124,8 @@ def _platform(config: VllmConfig) -> Iterator[Unsupported]:
         )
 
 
-def _model(config: VllmConfig) -> Iterator[Unsupported]:
-    model = config.model_config
+def model_problems(model: ModelConfig) -> Iterator[Unsupported]:
+    """What only the model decides; ``s4kv plan`` asks too."""
     text = model.hf_text_config
 
     def has(*names: str) -> str | None:
@@ -168,12 +169,14 @@ def _model(config: VllmConfig) -> Iterator[Unsupported]:
 
 
 def _settings(config: VllmConfig) -> Iterator[Unsupported]:
-    for name, value in settings.given(config).items():
-        if value not in settings.KNOWN.get(name, ()):
-            known = ", ".join(f"{k}: {_list(v)}" for k, v in settings.KNOWN.items())
-            yield Unsupported(
-                f"unknown setting {name}={value!r} in --additional-config", f"known are {known}"
-            )
+    for what, remedy in settings.problems(settings.given(config)):
+        yield Unsupported(what, remedy)  # what follows counts on the settings being sound
+        return
+    if path := settings.map_path(config):
+        try:
+            map_file.check(path, config.model_config)
+        except map_file.BadMap as e:
+            yield Unsupported(str(e), map_file.REMEDY)
 
 
 def check_layer(*, head_size: int, attn_type: str, **options: Any) -> None:

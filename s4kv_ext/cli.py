@@ -11,7 +11,9 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from s4kv_ext import install_check, models
+from s4kv_ext import calibrate_cli, install_check, models
+from s4kv_ext.compare import cli as compare_cli
+from s4kv_ext.plan import cli as plan_cli
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 PACKAGES = ("vllm", "s4kv-vllm", "torch", "triton", "transformers")
@@ -127,13 +129,15 @@ def add_make_model(sub: argparse._SubParsersAction) -> None:
 def parser() -> argparse.ArgumentParser:
     ap = argparse.ArgumentParser(prog="s4kv", description="Tools beside vLLM with int4_kivi.")
     sub = ap.add_subparsers(required=True, metavar="COMMAND")
-    for add in (add_doctor, add_make_model):
+    adds = (add_doctor, add_make_model, calibrate_cli.add_parser, compare_cli.add, plan_cli.add)
+    for add in adds:
         add(sub)
     return ap
 
 
 def main() -> None:
-    args = parser().parse_args()
+    own, rest = compare_cli.split(sys.argv[1:])
+    args = parser().parse_args(own, argparse.Namespace(arguments=rest))
     try:
         sys.exit(args.run(args))
     except (OSError, ValueError, ModuleNotFoundError) as e:

@@ -58,10 +58,14 @@ def max_decode_queries(config: VllmConfig) -> int:
     return 1 + (draft.num_speculative_tokens if draft else 0)
 
 
-def workspace_tokens(num_kv_heads: int, head_size: int, device: torch.device) -> int:
+def workspace_bytes(total_memory: int) -> int:
+    """Of a GPU with so many bytes."""
     least, most = WORKSPACE_BYTES
-    total = torch.cuda.get_device_properties(device).total_memory
-    nbytes = min(max(least, total // 512), most)
+    return min(max(least, total_memory // 512), most)
+
+
+def workspace_tokens(num_kv_heads: int, head_size: int, device: torch.device) -> int:
+    nbytes = workspace_bytes(torch.cuda.get_device_properties(device).total_memory)
     return nbytes // (2 * 2 * num_kv_heads * head_size) // BLOCK * BLOCK
 
 

@@ -38,7 +38,9 @@ Numbers
         |error| <= scale/2,  scale <= ((hi - lo) + 2**-10 |lo|) / steps * (1 + 2**-10) + 2**-23 u
 
     where steps is 15 or 255 and u = 2**key_exponent; a channel without a slot errs by hi - lo and
-    what rounding its mean to float16 adds.
+    what rounding its mean to float16 adds. hi and lo are those of a key channel in the block. For a
+    value they are those of the rotated token and steps is 15: scale/2 bounds each rotated entry,
+    and thereby each entry of the value. A constant comes back exactly, but for float16's rounding.
 
 Bytes of one head of a sealed page, in this order (``packing.py`` orders the codes within):
 

@@ -51,6 +51,8 @@ class Int4KiviImpl(AttentionImpl):
         self.num_kv_heads = num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.slot_channel: Tensor | None = None  # set by calibrate.py before any request
+        self.observed = False  # these two are calibrate.py's: is this a pass of its own,
+        self.weight: Tensor | None = None  # and what it has seen
 
     def forward(
         self,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from shapes import MISTRAL, QWEN2, QWEN3, model
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
+
+from s4kv_ext.plan import cache, sizing
 
 STORY = (
     "The lighthouse keeper wrote the number of every passing ship into his book. "
@@ -51,6 +55,14 @@ class TestOne:
     def test_lengths(self, llm, length):
         out = generate(llm, [text_tokens(llm, length)])
         assert len(out[0].outputs[0].token_ids) == 48
+
+    def test_the_plan_says_what_fits(self, llm, model_path):
+        """`s4kv plan` counts pages and tokens as this engine does."""
+        kv = cache.make(sizing.load(Path(model_path()), "float32").config, "int4_kivi")
+        memory, length = 256 << 20, 2048  # as start_engine has them
+        assert kv.blocks(memory) == pool(llm).num_gpu_blocks
+        reported = llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens
+        assert kv.reported_tokens(memory, length) == reported
 
     def test_prefix_hit_ends_before_the_window(self, llm):
         assert llm.reset_prefix_cache()

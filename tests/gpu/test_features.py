@@ -171,6 +171,18 @@ def test_abort(llm):
     assert ended.keys() <= set("0123") and max(ended.get(k, 0) for k in "13") < 100
 
 
+def test_the_workspace_counts(llm):
+    """It is there before memory is profiled, so it must be part of what the weights take."""
+    from s4kv_ext.calibrate import layers
+
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    workspace = layers(runner.vllm_config)[0].workspace.nbytes
+    weights = sum(p.nbytes for p in runner.get_model().parameters())
+    counted = runner.model_memory_usage
+    print(f"weights {weights >> 20}, workspace {workspace >> 20}, counted {counted >> 20} MiB")
+    assert workspace >= 64 << 20 and counted >= weights + workspace
+
+
 @pytest.mark.parametrize("drafts", [3, 7])
 def test_ngram_speculation(folder, start, want, drafts):
     """Full graphs of 1 + drafts tokens a request; with 3, in an engine compiled as it is served."""

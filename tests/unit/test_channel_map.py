@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from s4kv_ext.channel_map import allocate, importance, one_slot_each
+from s4kv_ext.channel_map import allocate, importance, one_slot_each, read_of_sealed
 from s4kv_ext.format import EXTRA_SLOTS, HEAD_SIZES, key_slots
 from s4kv_ext.quantize import is_low_nibble, slots_of_channel
 
@@ -46,7 +46,7 @@ def test_importance(tokens):
     query, key = torch.randn(tokens, 6, 64), torch.randn(tokens, 2, 64)
     query[:, :, 5] *= 100
     key[:, 1, 9] *= 100
-    weight = importance(query, key)
+    weight = importance(query, key, 64**-0.5)
     assert weight.shape == (2, 64) and torch.isfinite(weight).all()
     if tokens > 1:
         assert weight[0].argmax() == 5 and (
@@ -54,6 +54,35 @@ def test_importance(tokens):
         )
 
 
+def test_queries_count_by_what_they_read_of_sealed_tokens():
+    """Half of the queries look at the sinks alone; what they are large in does not matter."""
+    tokens = 256
+    key = torch.randn(tokens, 1, 64) * 0.1
+    key[:, 0, 0] = 0
+    key[:16, 0, 0] = 30.0
+    query = torch.randn(tokens, 1, 64)
+    query[::2, 0, 0], query[::2, 0, 7] = 30.0, 100.0
+    query[1::2, 0, 0], query[1::2, 0, 9] = -30.0, 5.0
+    weight = importance(query, key, 64**-0.5)[0]
+    plain = (query[:, 0].square().mean(0) * key[:, 0].var(0))[[7, 9]]
+    print(f"by energy alone {plain.tolist()}, as read {weight[[7, 9]].tolist()}")
+    assert plain[0] > plain[1] and weight[9] > 10 * weight[7]
+
+
+@pytest.mark.parametrize("tokens", [129, 300])
+def test_read_of_sealed(tokens):
+    """Beside a loop that says what it means."""
+    q, key, scale = torch.randn(3, 2, 3, 64), torch.randn(tokens, 2, 64), 0.3
+    at = torch.tensor([128, tokens // 2 + 64, tokens - 1])
+    got = read_of_sealed(q, key, at, scale)
+    for i, position in enumerate(at.tolist()):
+        for h in range(2):
+            for g in range(3):
+                p = (key[: position + 1, h] @ q[i, h, g] * scale).softmax(-1)
+                want = p[16 : position - 63].square().sum()
+                assert torch.isclose(got[i, h, g], want, rtol=1e-4), (i, h, g)
+
+
 def test_importance_of_extreme_activations_is_finite():
     key = torch.full((64, 2, 64), 3e38) * torch.randint(-1, 2, (64, 2, 64))
-    assert torch.isfinite(importance(key, key)).all()
+    assert torch.isfinite(importance(key, key, 64**-0.5)).all()
