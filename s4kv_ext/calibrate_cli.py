@@ -32,7 +32,7 @@ then:
 """
 
 
-def add_parser(sub: argparse._SubParsersAction) -> None:
+def add(sub: argparse._SubParsersAction) -> None:
     p = sub.add_parser(
         "calibrate",
         help="choose the key channels of int4_kivi from text of yours, into a file",

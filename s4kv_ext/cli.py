@@ -129,7 +129,7 @@ def add_make_model(sub: argparse._SubParsersAction) -> None:
 def parser() -> argparse.ArgumentParser:
     ap = argparse.ArgumentParser(prog="s4kv", description="Tools beside vLLM with int4_kivi.")
     sub = ap.add_subparsers(required=True, metavar="COMMAND")
-    adds = (add_doctor, add_make_model, calibrate_cli.add_parser, compare_cli.add, plan_cli.add)
+    adds = (add_doctor, add_make_model, calibrate_cli.add, compare_cli.add, plan_cli.add)
     for add in adds:
         add(sub)
     return ap

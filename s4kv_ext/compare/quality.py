@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
+
+from aiohttp import ClientSession
 
 from s4kv_ext.compare.agreement import Top
 from s4kv_ext.compare.client import Client, Refused, gather
@@ -59,32 +61,40 @@ def text_and_tops(choice: dict[str, Any]) -> tuple[str, list[Top]]:
     return message.get("content") or message.get("reasoning") or "", [kept(t) for t in tops]
 
 
+def each(
+    client: Client, tasks: Sequence[Task],
+    one: Callable[[ClientSession, Task], Awaitable[dict[str, Any]]], at_once: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What ``one`` makes of every task, in order, over one session, so many at once."""
+
+    async def run() -> list[dict[str, Any]]:
+        async with client.session() as session:
+            return await gather([partial(one, session, t) for t in tasks], at_once)
+
+    return asyncio.run(run())
+
+
 def ask(
     client: Client, model: str, tasks: Sequence[Task], max_tokens: int, top: int, at_once: int,
     tick: Tick,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The answers, in order; a task that the server refuses has an ``error`` instead of a text."""
 
-    async def run() -> list[dict[str, Any]]:
-        async with client.session() as session:
+    async def one(session: ClientSession, task: Task) -> dict[str, Any]:
+        path, sent = body(task, model, max_tokens, top)
+        answer: dict[str, Any] = {"id": task.id}
+        try:
+            choice = (await client.post(session, path, sent))["choices"][0]
+        except Refused as e:
+            answer["error"] = str(e)
+        else:
+            text, tops = text_and_tops(choice)
+            answer |= {"text": text, "tokens": choice["token_ids"], "tops": tops}
+            answer |= {"finish": choice["finish_reason"], "score": score(task, text)}
+        tick()
+        return answer
 
-            async def one(task: Task) -> dict[str, Any]:
-                path, sent = body(task, model, max_tokens, top)
-                answer: dict[str, Any] = {"id": task.id}
-                try:
-                    choice = (await client.post(session, path, sent))["choices"][0]
-                except Refused as e:
-                    answer["error"] = str(e)
-                else:
-                    text, tops = text_and_tops(choice)
-                    answer |= {"text": text, "tokens": choice["token_ids"], "tops": tops}
-                    answer |= {"finish": choice["finish_reason"], "score": score(task, text)}
-                tick()
-                return answer
-
-            return await gather([partial(one, t) for t in tasks], at_once)
-
-    return asyncio.run(run())
+    return each(client, tasks, one, at_once)
 
 
 def score_prompts(
@@ -93,24 +103,19 @@ def score_prompts(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The likeliest tokens at the last `positions` of every prompt, as the server computes it."""
 
-    async def run() -> list[dict[str, Any]]:
-        async with client.session() as session:
+    async def one(session: ClientSession, task: Task) -> dict[str, Any]:
+        path, sent = body(task, model, 1, top)
+        sent |= {"max_tokens": 1, "prompt_logprobs": top}
+        sent.pop("response_format", None)
+        try:
+            answer = await client.post(session, path, sent)
+        except Refused as e:
+            return {"id": task.id, "error": str(e)}
+        finally:
+            tick()
+        told = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
+        first = max(1, len(told) - positions)  # of the first token nothing is known
+        tops = [likeliest(p, top) for p in told[first:]]
+        return {"id": task.id, "first": first, "tops": tops}
 
-            async def one(task: Task) -> dict[str, Any]:
-                path, sent = body(task, model, 1, top)
-                sent |= {"max_tokens": 1, "prompt_logprobs": top}
-                sent.pop("response_format", None)
-                try:
-                    answer = await client.post(session, path, sent)
-                except Refused as e:
-                    return {"id": task.id, "error": str(e)}
-                finally:
-                    tick()
-                told = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
-                first = max(1, len(told) - positions)  # of the first token nothing is known
-                tops = [likeliest(p, top) for p in told[first:]]
-                return {"id": task.id, "first": first, "tops": tops}
-
-            return await gather([partial(one, t) for t in tasks], at_once)
-
-    return asyncio.run(run())
+    return each(client, tasks, one, at_once)
