@@ -8,7 +8,7 @@ positions where x is no number, whose share stands beside. The calibrated map is
 tokens of texts that are not measured.
 
   bench/fidelity.py --model plain=DIR --model outlier=DIR
-  bench/fidelity.py --model plain=DIR --tokens 8192 --only "bf16 auto" int4_kivi --out 8k.json
+  bench/fidelity.py --model plain=DIR --tokens 8191 --only "bf16 auto" int4_kivi --out 8k.json
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(
         model,
         dtype=dtype,
         kv_cache_dtype=kv,
-        max_model_len=tokens + 8,
+        max_model_len=tokens + 1,
         max_num_batched_tokens=chunk,
         max_num_seqs=1,
         enable_prefix_caching=False,

@@ -41,7 +41,7 @@ def cpu() -> None:
     run_script("fidelity.py", *chain(*(("--model", f"{n}={path}") for n, path in own.items())))
     more = (("--model", f"smollm2-outlier-x{a}={outlier_model(a)}") for a in (8, 100))
     run_script("fidelity.py", "--keep", "--only", "int4_kivi", *chain(*more))
-    long = ("--tokens", "8192", "--only", "bf16 auto", "int4_kivi", "int4_kivi, calibrated")
+    long = ("--tokens", "8191", "--only", "bf16 auto", "int4_kivi", "int4_kivi, calibrated")
     out = BENCH / "results" / "fidelity_8k.json"
     run_script("fidelity.py", "--model", f"smollm2={smollm2}", *long, "--out", out)
     run_script("tasks.py", "--model", smollm2)
