@@ -33,7 +33,7 @@ bench:    ## measure fidelity and speed on this CPU, hours
 
 gpu-test: ## the tests that need a CUDA GPU; the last result is bench/results/gpu-test.txt
 	@$(PYTHON) build/env.py install --variant cuda
-	@VLLM_LOGGING_LEVEL=ERROR bash -o pipefail -c '.venv/bin/python -m pytest -s tests/gpu 2>&1 | tee bench/results/gpu-test.txt'
+	@VLLM_LOGGING_LEVEL=ERROR bash -o pipefail -c '.venv/bin/python -m pytest -s --tb=short -p no:warnings tests/gpu 2>&1 | tee bench/results/gpu-test.txt'
 
 gpu-bench: ## measure attention, the engine, sealing and starting on a CUDA GPU, under an hour
 	@$(PYTHON) build/bench.py gpu

@@ -139,6 +139,23 @@ def forced(llm: Any, asked: Any, tokens: int = 1, **options: Any) -> torch.Tenso
     return torch.tensor([x for out in outs for x in prompt_logprobs(out)])
 
 
+def leads(outs: Any, others: Any) -> list[float]:
+    """Where two greedy texts of a prompt part: by how much the first's token was ahead, in nats.
+
+    ``outs`` were generated with two or more logprobs. Texts of random weights part soon; numerics
+    explain that where the lead is small.
+    """
+    found = []
+    for out, other in zip(outs, others, strict=True):
+        a, b = out.outputs[0], other.outputs[0].token_ids
+        at = next((i for i, (x, y) in enumerate(zip(a.token_ids, b)) if x != y), None)
+        if at is not None:
+            best, second = sorted((x.logprob for x in a.logprobs[at].values()), reverse=True)[:2]
+            found.append(best - second)
+    print("leads where the texts part:", [f"{x:.2f}" for x in found])
+    return found
+
+
 def pool(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
 

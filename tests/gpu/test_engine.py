@@ -7,7 +7,16 @@ import os
 import pytest
 import torch
 
-from tests.gpu.engines import LIMIT, config, forced, pages_are_back, prompts, weights, write
+from tests.gpu.engines import (
+    LIMIT,
+    config,
+    forced,
+    leads,
+    pages_are_back,
+    prompts,
+    weights,
+    write,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 pytest.importorskip("vllm")
@@ -20,15 +29,17 @@ def model(request, tmp_path_factory):
     return write(folder, config(request.param), weights(request.param))
 
 
-def greedy(llm, lengths, tokens: int = 200) -> list[list[int]]:
+def greedy(llm, lengths, tokens: int = 200) -> list:
     """Twice: the second time through prefix hits, where the pool was large enough to keep all."""
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=2
+    )
     outs = [llm.generate(prompts(lengths), params, use_tqdm=False) for _ in range(2)]
     hits = [o.num_cached_tokens for o in outs[1]]
     assert all(h in (0, max(0, n - 65) // 64 * 64) for h, n in zip(hits, lengths)), hits
-    return [list(o.outputs[0].token_ids) for out in outs for o in out]
+    return [o for out in outs for o in out]
 
 
 LENGTHS = (1, 15, 63, 65, 129, 200, 1000, 3001, 5000)
@@ -47,9 +58,7 @@ def test_forced_logprobs_and_text(model, start):
         graphs = greedy(llm, LENGTHS)
         assert pages_are_back(llm)
     eager = greedy(start(model, max_num_batched_tokens=256, enforce_eager=True), LENGTHS)
-    same = [sum(a == b for a, b in zip(x, y)) / len(x) for x, y in zip(graphs, eager)]
-    print("tokens equal, graphs and eager:", [f"{x:.2f}" for x in same])
-    assert sum(same) / len(same) > 0.9
+    assert max(leads(graphs, eager), default=0) < 1.5
 
 
 def test_many_requests_and_preemption(model, start):
@@ -57,7 +66,7 @@ def test_many_requests_and_preemption(model, start):
     lengths = [300 + 37 * i for i in range(32)]
     want = forced(start(model, kv_cache_dtype="auto"), prompts(lengths))
     llm = start(model, num_gpu_blocks_override=200, max_num_batched_tokens=512, max_model_len=2048)
-    assert all(len(x) == 200 for x in greedy(llm, lengths[:8]))
+    assert all(len(o.outputs[0].token_ids) == 200 for o in greedy(llm, lengths[:8]))
     error = (forced(llm, prompts(lengths)) - want).abs().mean().item()
     print(f"|dlogp| {error:.4f} of a spread of {want.std().item():.3f}")
     assert error < LIMIT[256] * want.std().item()

@@ -18,6 +18,7 @@ from tests.gpu.engines import (
     VOCABULARY,
     config,
     forced,
+    leads,
     pages_are_back,
     prompt_logprobs,
     prompts,
@@ -212,18 +213,10 @@ def test_ngram_speculation(folder, start, want, drafts):
                and hasattr(m, "value")}  # fmt: skip
     offered, accepted = (metrics[f"vllm:spec_decode_num_{x}_tokens"] for x in ("draft", "accepted"))
     same = [sum(a == b for a, b in zip(x, y)) for x, y in zip(tokens(plain), tokens(drafted))]
-    leads = []  # of the token chosen over the other, where the texts part
-    for p, d in zip(plain, drafted):
-        a, b = p.outputs[0], d.outputs[0].token_ids
-        at = next((i for i, (x, y) in enumerate(zip(a.token_ids, b)) if x != y), None)
-        if at is not None:
-            best, second = sorted((x.logprob for x in a.logprobs[at].values()), reverse=True)[:2]
-            leads.append(best - second)
     print(f"{drafts} drafts: {accepted:.0f} of {offered:.0f} accepted, tokens equal of 200: {same}")
-    print("leads where the texts part:", [f"{x:.2f}" for x in leads])
     assert 0 < accepted <= offered
     judge_decoding("drafted", llm, drafted, want.std().item())
-    assert max(leads, default=0) < 1.5
+    assert max(leads(plain, drafted), default=0) < 1.5
     assert pages_are_back(llm)
 
 
