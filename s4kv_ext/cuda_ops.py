@@ -13,6 +13,7 @@ or run before the replay. Whoever captures keeps the tables and the plan where t
 from __future__ import annotations
 
 import functools
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,21 +46,29 @@ class DecodeShape:
     tiles: int
     warps: int
     stages: int
+    together: int
     grid: int
+    long_share: int = 300
 
     @property
     def lanes(self) -> int:
-        """Pages that a thread block works on at a time."""
+        """Heads of pages that a thread block can work on at a time."""
         return self.warps // self.tile_warps
+
+    @property
+    def few_lanes(self) -> int:
+        """Those that one with few pages works on: each lane has a cost of its own."""
+        return min(8, self.lanes)
 
     @property
     def shared_bytes(self) -> int:
         """csrc/cuda/decode.cuh, shared_layout"""
-        d, rows = self.head_dim, self.tile_warps * self.tiles * 8
+        d, rows = self.head_dim, self.tile_warps * self.tiles * 8 * self.together
         buffers = self.lanes * self.stages * (head_page_bytes(d) + 16)
-        queries = rows * (2 * d + 4) + rows // 8 * (d // 8 + 1) * 256 + (d + 16) * 2
+        queries = rows * (2 * d + 4) + rows // 8 * (d // 8 + 1) * 256
+        slots = (d + 16) * 2 * self.together
         sums = self.warps * self.tiles * 64 + self.lanes * 4
-        return buffers + queries + sums + 116  # and two segments, two barriers and a flag
+        return buffers + queries + slots + sums + 116  # and two segments, two barriers and a flag
 
 
 def decode_shape(
@@ -85,15 +94,23 @@ def decode_shape(
     row_tiles = -(-group * max_queries // 8)
     tiles = 1 if row_tiles == 1 else 2
     tile_warps = -(-row_tiles // tiles)
-    # 11 warps of one tile would fit too: no faster with large batches, slower with small ones.
-    most = warps or (8 if tiles == 1 else 7)
-    for lanes in range(max(1, most // tile_warps), 0, -1):
-        for depth in (stages,) if stages else (4, 3, 2):
-            shape = DecodeShape(
-                heads, group, head_dim, tile_warps, tiles, lanes * tile_warps, depth, processors
-            )
-            if shape.shared_bytes <= shared_bytes:
-                return shape
+    most = warps or (11 if tiles == 1 else 7)  # csrc/cuda/decode.cuh, decode_warps
+    for together in (math.gcd(heads, 4), 1) if row_tiles == 1 else (1,):
+        for lanes in range(max(1, most // tile_warps), 0 if together == 1 else 7, -1):
+            for depth in (stages,) if stages else (4, 3, 2):
+                shape = DecodeShape(
+                    heads,
+                    group,
+                    head_dim,
+                    tile_warps,
+                    tiles,
+                    lanes * tile_warps,
+                    depth,
+                    together,
+                    processors,
+                )
+                if shape.shared_bytes <= shared_bytes:
+                    return shape
     raise ValueError(
         f"{group} x {max_queries} query rows of {head_dim} do not fit {shared_bytes} bytes of "
         f"shared memory"
@@ -140,7 +157,7 @@ class StepPlan:
         self.share = ints(shape.grid, _SHARE_INTS)
         self.seal, self.slot = ints(max_tokens // BLOCK + max_requests, 4), ints(max_tokens)
         floats = torch.ops.s4kv_cuda.decode_partial_floats(
-            shape.head_dim, shape.grid, shape.tile_warps, shape.tiles
+            shape.head_dim, shape.grid, shape.tile_warps, shape.tiles, shape.together
         )
         self.partial = torch.empty(floats, dtype=torch.float32, device=device)
         self.arrivals = ints(max_requests * shape.heads)
@@ -186,7 +203,14 @@ class StepPlan:
         )
         most = self.max_queries if max_queries is None else min(max_queries, self.max_queries)
         torch.ops.s4kv_cuda.plan_step(
-            *self.tables, *self.buffers, most, self.shape.heads, self.shape.lanes
+            *self.tables,
+            *self.buffers,
+            most,
+            self.shape.heads,
+            self.shape.few_lanes,
+            self.shape.lanes,
+            self.shape.together,
+            self.shape.long_share,
         )
 
 
@@ -222,6 +246,7 @@ def decode(
         s.tiles,
         s.warps,
         s.stages,
+        s.together,
         overlap,
     )
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from s4kv_ext.cuda_ops import decode_shape
 
@@ -94,3 +95,12 @@ def test_decode_shapes_fit(arch: str, dim: int) -> None:
             assert s.tile_warps * s.tiles * 8 >= rows
             assert s.warps % s.tile_warps == 0 and s.stages >= 2
             assert s.warps + 1 <= (12 if s.tiles == 1 or s.warps > 7 else 8)
+
+
+def test_errors_reach_python() -> None:
+    """An exception of the library passes through torch; it must not end the process."""
+    if not library().is_file():
+        pytest.skip("needs libs4kv_cuda.so")
+    torch.ops.load_library(library())
+    with pytest.raises(RuntimeError, match="head_dim must be 64 or 128, got 100"):
+        torch.ops.s4kv_cuda.decode_shared_bytes(100, 1, 1, 8, 2, 1)

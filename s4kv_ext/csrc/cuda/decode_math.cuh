@@ -194,11 +194,10 @@ DEV void sealed_page(const uint8_t* page, int lane, bool has_sinks, const uint2*
     }
 }
 
-// From sums over rotated int4 values to sums over values: undo the scaling of codes, add the
-// offsets, apply the Hadamard transform over channels, and adopt the scores' reference.
+// Add the offsets to the sums over codes. Codes are positive and what they add up to is mostly cancelled
+// by the offsets: mma truncates, which is a bias of a share of the sum, so that must not grow far.
 template <int D, int NT>
-DEV void finish_sealed(int lane, State<D, NT>& st) {
-  constexpr int M = D / 16;
+DEV void add_offsets(State<D, NT>& st) {
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -206,11 +205,28 @@ DEV void finish_sealed(int lane, State<D, NT>& st) {
       float z = st.offset[n][c];
 #pragma unroll
       for (int d = 4; d < 32; d <<= 1) z += shfl_xor(z, d);
+      z *= 1.f / NIBBLE;
+      st.offset[n][c] = 0;
+#pragma unroll
+      for (int i = 0; i < D / 16; i++) st.o[n][i][c] += z, st.o[n][i][c + 2] += z * 16.f;
+    }
+}
+
+// From sums over rotated int4 values to sums over values: add the offsets, undo the scaling of codes,
+// apply the Hadamard transform over channels, and adopt the scores' reference.
+template <int D, int NT>
+DEV void finish_sealed(int lane, State<D, NT>& st) {
+  constexpr int M = D / 16;
+  add_offsets<D, NT>(st);
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
       const float f = exp2_approx(st.top_v[n][c] - st.top[n][c]) * (1.f / D);
 #pragma unroll
       for (int i = 0; i < M; i++) {
-        st.o[n][i][c] = (st.o[n][i][c] * NIBBLE + z) * f;
-        st.o[n][i][c + 2] = (st.o[n][i][c + 2] * (NIBBLE / 16) + z) * f;
+        st.o[n][i][c] *= NIBBLE * f;
+        st.o[n][i][c + 2] *= NIBBLE / 16 * f;
       }
 #pragma unroll
       for (int d = 4; d < 32; d <<= 1) {

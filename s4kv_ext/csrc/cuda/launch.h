@@ -44,7 +44,13 @@ struct Pages {
   bool bf16;
 };
 
-void plan_step(const StepTables&, const Plan&, int max_queries, int heads, int min_pages, cudaStream_t);
+// How many parts of pages, each of one KV head, a thread block of `decode` works on at a time: `few`, or
+// `many` of which up to `together` are heads of the same page. DRAM likes such reads best, but rows are
+// then fewer and larger: where there are enough of them, or more than `long_share` parts a block.
+struct Lanes {
+  int few, many, together, long_share;
+};
+void plan_step(const StepTables&, const Plan&, int max_queries, int heads, Lanes, cudaStream_t);
 
 struct NewTokens {
   const void* key;  // [T, H, D], heads of a token contiguous
@@ -59,6 +65,7 @@ struct DecodeShape {
   int tiles;       // tiles of 8 query rows a warp: 1 or 2
   int warps;       // of a thread block, without the one that copies
   int stages;      // of a page lane's ring
+  int together;    // most KV heads of a row, see plan.cuh
 };
 struct Queries {
   const void* query;  // [T, H * G, D]

@@ -117,13 +117,14 @@ void require_tokens(const Tensor& t, const Pages& p, int heads, const char* what
 
 void plan_step_op(const Tensor& query_start, const Tensor& seq_lens, const Tensor& sealed_table, const Tensor& recent_table,
                   const Tensor& header, const Tensor& request, const Tensor& share, const Tensor& seal, const Tensor& slot,
-                  int64_t max_queries, int64_t heads, int64_t min_pages) {
+                  int64_t max_queries, int64_t heads, int64_t few_lanes, int64_t lanes, int64_t together, int64_t long_share) {
   const StepTables s = tables(query_start, seq_lens, sealed_table, recent_table);
   require(request.size(0) >= s.requests, "plan has room for fewer requests", request);
   if (s.requests == 0) return;
   torch::stable::accelerator::DeviceGuard guard(seq_lens.get_device_index());
   with_shapes({{"seq_lens", &seq_lens}, {"sealed_table", &sealed_table}, {"slot", &slot}}, [&] {
-    plan_step(s, plan_of(header, request, share, seal, slot), max_queries, heads, min_pages, stream_of(seq_lens));
+    plan_step(s, plan_of(header, request, share, seal, slot), max_queries, heads,
+              {(int)few_lanes, (int)lanes, (int)together, (int)long_share}, stream_of(seq_lens));
   });
 }
 
@@ -143,17 +144,17 @@ void store_and_seal_op(const Tensor& key, const Tensor& value, const Tensor& sea
   });
 }
 
-DecodeShape shape_of(int64_t group, int64_t tile_warps, int64_t tiles, int64_t warps, int64_t stages) {
-  return {(int)group, (int)tile_warps, (int)tiles, (int)warps, (int)stages};
+DecodeShape shape_of(int64_t group, int64_t tile_warps, int64_t tiles, int64_t warps, int64_t stages, int64_t together) {
+  return {(int)group, (int)tile_warps, (int)tiles, (int)warps, (int)stages, (int)together};
 }
 
 void decode_op(const Tensor& query, const Tensor& out, const Tensor& sealed, const Tensor& recent, const Tensor& slot_channel,
                const Tensor& query_start, const Tensor& seq_lens, const Tensor& sealed_table, const Tensor& recent_table,
                const Tensor& header, const Tensor& request, const Tensor& share, const Tensor& seal, const Tensor& slot,
                const Tensor& partial, const Tensor& arrivals, double scale, int64_t group,
-               int64_t tile_warps, int64_t tiles, int64_t warps, int64_t stages, bool overlap) {
+               int64_t tile_warps, int64_t tiles, int64_t warps, int64_t stages, int64_t together, bool overlap) {
   const Pages p = pages_of(sealed, recent, slot_channel);
-  const DecodeShape shape = shape_of(group, tile_warps, tiles, warps, stages);
+  const DecodeShape shape = shape_of(group, tile_warps, tiles, warps, stages, together);
   const StepTables s = tables(query_start, seq_lens, sealed_table, recent_table);
   require_tokens(query, p, p.heads * shape.group, "query must be [tokens, heads * group, head_dim] in the pages' dtype");
   require_tokens(out, p, p.heads * shape.group, "out must be [tokens, heads * group, head_dim] in the pages' dtype");
@@ -188,11 +189,16 @@ void dequant_context_op(const Tensor& sealed, const Tensor& recent, const Tensor
   });
 }
 
-int64_t decode_shared_bytes_op(int64_t dim, int64_t tile_warps, int64_t tiles, int64_t warps, int64_t stages) {
-  return decode_shared_bytes(dim, shape_of(1, tile_warps, tiles, warps, stages));
+int checked_dim(int64_t dim) {
+  if (dim != 64 && dim != 128) throw std::runtime_error("s4kv_cuda: head_dim must be 64 or 128, got " + std::to_string(dim));
+  return (int)dim;
 }
-int64_t decode_partial_floats_op(int64_t dim, int64_t grid, int64_t tile_warps, int64_t tiles) {
-  return decode_partial_floats(dim, grid, shape_of(1, tile_warps, tiles, 0, 0));
+int64_t decode_shared_bytes_op(int64_t dim, int64_t tile_warps, int64_t tiles, int64_t warps, int64_t stages,
+                               int64_t together) {
+  return decode_shared_bytes(checked_dim(dim), shape_of(1, tile_warps, tiles, warps, stages, together));
+}
+int64_t decode_partial_floats_op(int64_t dim, int64_t grid, int64_t tile_warps, int64_t tiles, int64_t together) {
+  return decode_partial_floats(checked_dim(dim), grid, shape_of(1, tile_warps, tiles, 0, 0, together));
 }
 
 }  // namespace
@@ -203,16 +209,16 @@ int64_t decode_partial_floats_op(int64_t dim, int64_t grid, int64_t tile_warps, 
 
 STABLE_TORCH_LIBRARY(s4kv_cuda, m) {
   m.def("plan_step(" TABLES ", Tensor(a!) header, Tensor(b!) request, Tensor(c!) share, Tensor(d!) seal, Tensor(e!) slot, "
-        "int max_queries, int heads, int min_pages) -> ()");
+        "int max_queries, int heads, int few_lanes, int lanes, int together, int long_share) -> ()");
   m.def("store_and_seal(Tensor key, Tensor value, Tensor(a!) sealed, Tensor(b!) recent, Tensor slot_channel, " TABLES ", " PLAN
         ") -> ()");
   m.def("decode(Tensor query, Tensor(a!) out, Tensor sealed, Tensor recent, Tensor slot_channel, " TABLES ", " PLAN
         ", Tensor(b!) partial, Tensor(c!) arrivals, float scale, int group, int tile_warps, int tiles, "
-        "int warps, int stages, bool overlap) -> ()");
+        "int warps, int stages, int together, bool overlap) -> ()");
   m.def("dequant_context(Tensor sealed, Tensor recent, Tensor slot_channel, " TABLES
         ", Tensor start, Tensor rows, Tensor(a!) key, Tensor(b!) value) -> ()");
-  m.def("decode_shared_bytes(int dim, int tile_warps, int tiles, int warps, int stages) -> int");
-  m.def("decode_partial_floats(int dim, int grid, int tile_warps, int tiles) -> int");
+  m.def("decode_shared_bytes(int dim, int tile_warps, int tiles, int warps, int stages, int together) -> int");
+  m.def("decode_partial_floats(int dim, int grid, int tile_warps, int tiles, int together) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(s4kv_cuda, CUDA, m) {

@@ -43,35 +43,35 @@ __device__ int find(const int* start, int n, int x) {
   return low;
 }
 
-// How many shares `total` pages in `rows` rows (a row is one head of one request) are cut into.
+// How many shares `total` pages in `rows` rows are cut into.
 // Where rows are about equally long, a number that lets cuts fall between rows: a row that is read
 // by one thread block needs no merge.
-__device__ int choose_shares(int total, int rows, int longest, int grid, int min_pages) {
-  int shares = min(grid, (total + min_pages - 1) / min_pages);
+__device__ int choose_shares(int total, int rows, int longest, int grid, int few_lanes) {
+  int shares = min(grid, (total + few_lanes - 1) / few_lanes);
   if (rows == 0 || (long)longest * rows > total + total / 16) return shares;
   if (rows <= grid) {
     // As many shares a row as give each lane of a block a page; one if that is nearly enough.
-    const int parts = longest <= 2 * min_pages ? 1 : min(grid / rows, (longest + min_pages - 1) / min_pages);
-    return parts * rows * 8 >= shares * 7 || longest <= 4 * min_pages ? parts * rows : shares;
+    const int parts = longest <= 2 * few_lanes ? 1 : min(grid / rows, (longest + few_lanes - 1) / few_lanes);
+    return parts * rows * 8 >= shares * 7 || longest <= 4 * few_lanes ? parts * rows : shares;
   }
   const int turns = (rows + shares - 1) / shares, aligned = (rows + turns - 1) / turns;
   return aligned * 8 >= shares * 7 ? aligned : shares;
 }
 
 struct Place {
-  int request, head, page, count;  // page: of that head, which has `count`
+  int request, group, page, count;  // page: of that row, which has `count`
 };
-struct Heads {
-  const int* pages;  // of one head before each request; [requests + 1]
-  int requests, heads, total, shares;
+struct Rows {
+  const int* pages;  // of one row before each request; [requests + 1]
+  int requests, groups, total, shares;
 
   __device__ Place locate(int page) const {
     int a = 0, b = requests;  // requests without pages are never found: the search takes the last of equals
     while (b - a > 1) {
       const int mid = (a + b) >> 1;
-      if (pages[mid] * heads <= page) a = mid; else b = mid;
+      if (pages[mid] * groups <= page) a = mid; else b = mid;
     }
-    const int count = pages[a + 1] - pages[a], rest = page - pages[a] * heads;
+    const int count = pages[a + 1] - pages[a], rest = page - pages[a] * groups;
     return {a, rest / count, rest % count, count};
   }
   // Equal shares, but a cut that falls close to the end of a row is moved there.
@@ -91,7 +91,7 @@ struct Heads {
 };
 
 __global__ void __launch_bounds__(THREADS) plan_kernel(StepTables s, Plan p, int max_queries, int heads,
-                                                       int min_pages) {
+                                                       Lanes lanes) {
   extern __shared__ int memory[];
   const int n = s.requests;
   int* rows = memory;             // query_start, then
@@ -144,8 +144,11 @@ __global__ void __launch_bounds__(THREADS) plan_kernel(StepTables s, Plan p, int
       __syncthreads();
     }
   }
-  const int total = pages[n] * heads;
-  const int shares = choose_shares(total, active * heads, longest, p.grid, min_pages);
+  const bool long_shares = pages[n] * heads > p.grid * lanes.long_share;
+  int together = lanes.together;
+  while (together > 1 && !long_shares && active * heads / together * 8 < p.grid * 7) together /= 2;
+  const int groups = heads / together, total = pages[n] * groups;
+  const int shares = choose_shares(total, active * groups, longest, p.grid, lanes.few);
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.header = {total, shares, min(seals[n], p.max_seals), {0, 0, 0, 0, 0}};
 
   const int stride = gridDim.x * THREADS, first = blockIdx.x * THREADS + threadIdx.x;
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(THREADS) plan_kernel(StepTables s, Plan p, int
   }
 
   // A warp a share.
-  const Heads of{pages, n, heads, total, shares};
+  const Rows of{pages, n, groups, total, shares};
   for (int k = first >> 5; k < p.grid; k += stride >> 5) {
     const int lane = threadIdx.x & 31;
     Share* out = p.share + k;
@@ -178,10 +181,11 @@ __global__ void __launch_bounds__(THREADS) plan_kernel(StepTables s, Plan p, int
                       : s.recent_table[at.request * s.recent_stride + recent_page(r, recent)];
     }
     out->page[lane] = id;
+    if (lane == 0) out->together = together, out->lanes = together > 1 || long_shares ? lanes.many / together : lanes.few;
     if (lane == 0 && low == high) out->pages = 0;
     if (lane == 0 && low < high) {
       const Place at = of.locate(low), last = of.locate(high - 1);
-      out->request = at.request, out->head = at.head, out->first = at.page, out->pages = high - low;
+      out->request = at.request, out->head = at.group * together, out->first = at.page, out->pages = high - low;
       out->info = request[at.request];
       out->first_share = of.share_of(low - at.page), out->last_share = of.share_of(low - at.page + at.count - 1);
       out->first_is_second = of.share_start(out->first_share) < low - at.page;
@@ -192,11 +196,11 @@ __global__ void __launch_bounds__(THREADS) plan_kernel(StepTables s, Plan p, int
 
 }  // namespace
 
-void plan_step(const StepTables& s, const Plan& p, int max_queries, int heads, int min_pages, cudaStream_t stream) {
+void plan_step(const StepTables& s, const Plan& p, int max_queries, int heads, Lanes lanes, cudaStream_t stream) {
   const int work = p.tokens > p.grid * 32 ? p.tokens : p.grid * 32;
   const int blocks = (work + THREADS - 1) / THREADS < 16 ? (work + THREADS - 1) / THREADS : 16;
   const int bytes = (3 * (s.requests + 1) + 4) * 4 + s.requests * (int)sizeof(Request);
-  plan_kernel<<<blocks, THREADS, bytes, stream>>>(s, p, max_queries, heads, min_pages);
+  plan_kernel<<<blocks, THREADS, bytes, stream>>>(s, p, max_queries, heads, lanes);
   check_launch("plan_step");
 }
 

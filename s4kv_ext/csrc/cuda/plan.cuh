@@ -24,7 +24,8 @@ struct __align__(16) Request {
 };
 constexpr int FRESH = 1 << 16;
 
-// One KV head of a request is a row of pages: its sealed pages, then (sinks first) its recent ones.
+// One KV head of a request, or a few that lie together, is a row of pages: its sealed pages, then
+// (sinks first) its recent ones.
 __host__ __device__ inline int sealed_pages(const Request& r) { return r.sealed / 64; }
 __host__ __device__ inline int total_pages(const Request& r) {
   return (r.queries & 0xffff) == 0 ? 0 : sealed_pages(r) + (r.sealed > 0) + (r.seq_len + 15) / 16 - r.sealed / 16;
@@ -33,18 +34,20 @@ __host__ __device__ inline int total_pages(const Request& r) {
 __host__ __device__ inline int recent_page_of(int sealed, int k) { return sealed == 0 || k == 0 ? k : sealed / 16 + k - 1; }
 __host__ __device__ inline int recent_page(const Request& r, int k) { return recent_page_of(r.sealed, k); }
 
-// What a thread block of the decode kernel reads: `pages` pages of a sequence in which the KV heads
-// of all requests follow each other. Everything its first copies need is in here.
+// What a thread block of the decode kernel reads: `pages` pages of a sequence in which the rows of all
+// requests follow each other. Everything its first copies need is in here.
 constexpr int FIRST_PAGES = 32;
 struct __align__(16) Share {
-  int request, head;
-  int first;  // its first page, counted from the start of (request, head)
+  int request, head;  // head: the first of the row's
+  int first;  // its first page, counted from the start of the row
   int pages;
   Request info;
-  // Shares that the head it starts in is spread over, and whether the first of them starts with
-  // the end of another head; the last share of the head it ends in.
+  // Shares that the row it starts in is spread over, and whether the first of them starts with the
+  // end of another row; the last share of the row it ends in.
   int first_share, last_share, first_is_second, end_last_share;
-  int unused[4];
+  int together;  // KV heads of a row: 1, 2 or 4
+  int lanes;     // pages that the block works on at a time
+  int unused[2];
   int page[FIRST_PAGES];
 };
 static_assert(sizeof(Share) == 192);
