@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Write what nginx compares keys with: proxy_key.py KEYFILE OUT.
 
-OUT gets a salted hash of the key in KEYFILE, in nginx's own terms. Another salt each time.
+OUT gets a salted hash of the key in KEYFILE, in nginx's own terms, and belongs to whom its folder
+does. Another salt each time.
 """
 
 import base64
@@ -29,6 +30,8 @@ def main(key_file: str, out: str) -> None:
     hashed = hashlib.md5((salt + key).encode(), usedforsecurity=False).digest()
     told = base64.urlsafe_b64encode(hashed).decode().rstrip("=")
     with open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+        folder = os.stat(os.path.dirname(out))
+        os.fchown(f.fileno(), folder.st_uid, folder.st_gid)
         f.write(f'secure_link_md5 "{salt}$token";\nsecure_link "{told}";\n')
 
 

@@ -222,7 +222,8 @@ def test_one_line_a_request_and_no_secrets(proxy, engine):
     lines = proxy.lines()[before:]
     assert [x["status"] for x in lines] == [200, 401, 404, 400]
     assert lines[0]["id"] == lines[1]["id"] == "job-8"
-    assert lines[0]["path"] == "/v1/completions" and lines[0]["method"] == "POST"
+    assert [x["path"] for x in lines[:2]] == ["/v1/completions"] * 2
+    assert lines[2]["path"] == "/" + ("my-path" * 29)[:199] and lines[2]["method"] == "?"
     assert lines[0]["first_byte"] and not lines[1]["first_byte"]
     assert max(len(json.dumps(x)) for x in lines) < 700
     told = proxy.written()
