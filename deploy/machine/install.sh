@@ -15,12 +15,12 @@ lay() { # lay MODE FILE FOLDER
     install -D -m "$1" "$here/$2" "$root$3/$2"
 }
 
-keep() { # keep FILE FOLDER: settings are the operator's; ours lies beside a changed one
-    if [ -e "$root$2/$1" ] && ! cmp -s "$here/$1" "$root$2/$1"; then
-        lay 644 "$1" "$2/shipped"
-        echo "kept $2/$1; the one of this release is $2/shipped/$1"
+keep() { # keep MODE FILE FOLDER: settings are the operator's; ours lies beside a changed one
+    if [ -e "$root$3/$2" ] && ! cmp -s "$here/$2" "$root$3/$2"; then
+        lay "$1" "$2" "$3/shipped"
+        echo "kept $3/$2; the one of this release is $3/shipped/$2"
     else
-        lay 644 "$1" "$2"
+        lay "$1" "$2" "$3"
     fi
 }
 
@@ -32,7 +32,8 @@ if [ -z "$root" ]; then
     export DEBIAN_FRONTEND=noninteractive
     command -v nginx >/dev/null || had_no_nginx=1
     apt-get update -q
-    apt-get install -q -y --no-install-recommends nginx python3-venv g++ libnuma1 openssl ca-certificates
+    apt-get install -q -y --no-install-recommends \
+        nginx python3-venv python3-dev g++ libnuma1 openssl ca-certificates
     # The package starts a server of its own on port 80.
     [ -z "${had_no_nginx:-}" ] || [ ! -d /run/systemd/system ] || systemctl disable --now nginx
     id s4kv >/dev/null 2>&1 ||
@@ -47,8 +48,8 @@ umask 022
 lay 755 proxy_key.py /usr/local/lib/s4kv
 lay 644 s4kv.service /etc/systemd/system
 lay 644 s4kv-proxy.service /etc/systemd/system
-keep serve.env /etc/s4kv
-keep nginx.conf /etc/s4kv
+keep 600 serve.env /etc/s4kv # it may hold a token of a hub
+keep 644 nginx.conf /etc/s4kv
 
 if [ -z "$root" ]; then
     install -d -o s4kv -g s4kv -m 750 /var/lib/s4kv

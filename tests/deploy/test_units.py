@@ -109,6 +109,7 @@ def test_installer_lays_what_the_units_name_and_keeps_settings(tmp_path):
                 assert (tmp_path / path[1:]).is_file(), path
     assert (tmp_path / "usr/local/lib/s4kv/proxy_key.py").stat().st_mode & 0o111
     mine = tmp_path / "etc/s4kv/serve.env"
+    assert mine.stat().st_mode & 0o777 == 0o600
     mine.write_text("S4KV_MODEL=/mine\n")
     assert "kept /etc/s4kv/serve.env" in install(tmp_path)
     assert mine.read_text() == "S4KV_MODEL=/mine\n"
