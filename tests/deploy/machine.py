@@ -58,9 +58,15 @@ class Proxy:
             time.sleep(0.05)
         raise TimeoutError("nginx does not listen")
 
-    def lines(self) -> list[dict[str, Any]]:
-        """The log so far."""
-        return [json.loads(x) for x in (self.folder / "log").read_text().splitlines()]
+    def lines(self, count: int = 0) -> list[dict[str, Any]]:
+        """The log, as soon as it has so many lines. Its two processes do not wait for each other,
+        so the order may differ from that of the requests."""
+        for _ in range(100):
+            lines = (self.folder / "log").read_text().splitlines()
+            if len(lines) >= count:
+                break
+            time.sleep(0.05)
+        return [json.loads(x) for x in lines]
 
     def written(self) -> str:
         """All that it wrote, the configuration of the key included."""
