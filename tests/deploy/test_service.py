@@ -58,7 +58,7 @@ class Machine:
         self.service = Supervisor(unit, env, folder, WATCHDOG, abort=10)
         self.proxy: Proxy = start_proxy(self.port)
 
-    def up(self, start: int, seconds: float = 240) -> None:
+    def up(self, start: int, seconds: float = 400) -> None:
         """Wait until the service is up after that many starts."""
         s = self.service
         until(lambda: len(s.starts) == start and s.ready.is_set(), seconds, self.journal())
