@@ -11,7 +11,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from s4kv_ext import calibrate_cli, install_check, models
+from s4kv_ext import calibrate_cli, install_check, models, ready_cli
 from s4kv_ext.compare import cli as compare_cli
 from s4kv_ext.plan import cli as plan_cli
 
@@ -129,9 +129,10 @@ def add_make_model(sub: argparse._SubParsersAction) -> None:
 def parser() -> argparse.ArgumentParser:
     ap = argparse.ArgumentParser(prog="s4kv", description="Tools beside vLLM with int4_kivi.")
     sub = ap.add_subparsers(required=True, metavar="COMMAND")
-    adds = (add_doctor, add_make_model, calibrate_cli.add, compare_cli.add, plan_cli.add)
-    for add in adds:
+    for add in (add_doctor, add_make_model):
         add(sub)
+    for command in (calibrate_cli, compare_cli, plan_cli, ready_cli):
+        command.add(sub)
     return ap
 
 

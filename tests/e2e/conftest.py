@@ -13,12 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import own_model
 import pytest
 import requests
-
-from s4kv_ext import models
-
-ROOT = Path(__file__).parents[2]
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tests look into the scheduler
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,16 +25,7 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 @pytest.fixture(scope="session")
 def model_path():
     """Folder of one of the models that the project makes itself."""
-    sys.path.insert(0, str(ROOT / "build"))
-    from common import pins
-    from fetch import fetch
-
-    def path(name: str = "smollm2") -> str:
-        if name not in models.VARIANTS:  # a folder
-            return name
-        return str(models.make(fetch(pins().files["model"]), name))
-
-    return path
+    return own_model.folder
 
 
 @pytest.fixture(scope="module")
