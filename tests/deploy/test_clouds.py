@@ -55,10 +55,10 @@ def test_checkov(linters: Path) -> None:
     assert all(len(r["passed_checks"]) > 10 for r in results.values())
 
 
-def test_scripts_lint(linters: Path) -> None:
-    scripts = [p for p in DEPLOY.rglob("*.sh") if p.parent.name != "machine"]
-    assert len(scripts) >= 4
-    lint(linters / "shellcheck", *scripts)
+def test_scripts_lint() -> None:
+    scripts = list(DEPLOY.rglob("*.sh"))
+    assert len(scripts) >= 5
+    lint(Path(sys.executable).with_name("shellcheck"), *scripts)
 
 
 def test_the_container_file_lints(linters: Path) -> None:
@@ -227,3 +227,23 @@ def test_one_user_in_image_and_clusters() -> None:
     for path in (DEPLOY / "kubernetes").rglob("*.yaml"):
         for number in re.findall(r"(?:runAsUser|runAsGroup|fsGroup): (\d+)", path.read_text()):
             assert number == user[1]
+
+
+def test_docs_name_what_is_there() -> None:
+    """Parameters, outputs, files and make's targets of the two pages."""
+    text = "".join((ROOT / "docs" / f"deploy-{x}.md").read_text() for x in ("aws", "kubernetes"))
+    known = set(template()["Parameters"])
+    given = set(re.findall(r"\b([A-Z][A-Za-z0-9]+)=(?!=)", text)) - {"Name", "Values"}
+    given -= {x for x in given if x.isupper()}  # variables of make and docker
+    assert given and given <= known
+    tabled = re.findall(r"^\| `(\w+)`(?:, `(\w+)`)?(?:, `(\w+)`)? \|", text, re.M)
+    assert {x for row in tabled for x in row if x and x[0].isupper()} <= known
+    outputs = set(re.findall(r"OutputKey=='(\w+)'", text)) | {"Tunnel"}
+    assert outputs <= set(template()["Outputs"])
+    for path in re.findall(r"\bdeploy/[\w./-]*\w", text):
+        assert (ROOT / path).exists(), path
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^ +make (\w+)", text, re.M):
+        assert f"\n{target}:" in makefile, target
+    for flag in re.findall(r"-var (\w+)=", text):
+        assert f'variable "{flag}"' in (DEPLOY / "image" / "s4kv.pkr.hcl").read_text()
