@@ -47,12 +47,12 @@ print(json.dumps(dict(zip(("UniqueId", "Status", "Reason", "Data"), [*sys.argv[1
     say "no signal is waited for: this machine replaces another"
 }
 
-# What the log says lately, without the secrets.
+# last_lines LINES BYTES: what the log says lately, without the secrets, no character cut in two.
 last_lines() {
   local lines
   lines=$(tail -n "$1" "$log")
   lines=${lines//"${key:-no key yet}"/***}
-  echo "${lines//"${token:-no token yet}"/***}"
+  echo "${lines//"${token:-no token yet}"/***}" | tail -c "$2" | iconv -c -f utf-8 -t utf-8
 }
 
 fail() {
@@ -61,8 +61,8 @@ fail() {
   set +e
   journalctl -u s4kv -u s4kv-proxy -o cat --no-pager -n 200
   say "failed: $1"
-  last_lines 300 | tail -c 200000 | log_event
-  report FAILURE "$1. The log's last lines: $(last_lines 14 | tail -c 800)"
+  last_lines 300 200000 | log_event
+  report FAILURE "$1. The log's last lines: $(last_lines 14 800)"
   exit 1
 }
 trap 'fail "ended with $? in line $LINENO: ${BASH_COMMAND:0:120}"' ERR

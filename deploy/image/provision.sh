@@ -2,7 +2,7 @@
 # Packer runs it as root on the machine that becomes the image.
 set -euo pipefail
 
-# Ubuntu updates itself after its first start and holds the lock of apt meanwhile.
+# The base sets itself up first.
 cloud-init status --wait || true
 
 mkdir /tmp/bundle

@@ -236,8 +236,11 @@ def test_docs_name_what_is_there() -> None:
     given = set(re.findall(r"\b([A-Z][A-Za-z0-9]+)=(?!=)", text)) - {"Name", "Values"}
     given -= {x for x in given if x.isupper()}  # variables of make and docker
     assert given and given <= known
-    tabled = re.findall(r"^\| `(\w+)`(?:, `(\w+)`)?(?:, `(\w+)`)? \|", text, re.M)
-    assert {x for row in tabled for x in row if x and x[0].isupper()} <= known
+    table = text.split("| parameter |")[1].split("\n\n")[0]
+    tabled = {
+        x for row in re.findall(r"^\| (`.+?`) \|", table, re.M) for x in re.findall(r"\w+", row)
+    }
+    assert len(tabled) > 8 and tabled <= known
     outputs = set(re.findall(r"OutputKey=='(\w+)'", text)) | {"Tunnel"}
     assert outputs <= set(template()["Outputs"])
     for path in re.findall(r"\bdeploy/[\w./-]*\w", text):
