@@ -59,8 +59,9 @@ fail() {
   ((BASH_SUBSHELL)) && exit 1 # the command that this is a part of fails in its turn
   trap - ERR
   set +e
-  journalctl -u s4kv -u s4kv-proxy -o cat --no-pager -n 200
   say "failed: $1"
+  journalctl -u s4kv-proxy -o cat --no-pager -n 20
+  journalctl -u s4kv -o cat --no-pager -n 200 # last: its end is what the stack's event shows
   last_lines 300 200000 | log_event
   report FAILURE "$1. The log's last lines: $(last_lines 14 800)"
   exit 1
@@ -119,7 +120,7 @@ wait_for_a_completion() {
   until /opt/s4kv/bin/s4kv ready --url http://127.0.0.1:8080 --key-file /etc/s4kv/api-key --deadline 30; do
     systemctl --quiet is-failed s4kv && fail "the service failed and is not started again"
     systemctl --quiet is-failed s4kv-proxy && fail "the proxy failed and is not started again"
-    ((deadline > SECONDS)) || fail "no completion came through the proxy within $S4KV_SECONDS seconds"
+    ((deadline > SECONDS)) || fail "no completion came through the proxy in time"
     sleep 5
   done
 }

@@ -13,7 +13,7 @@ done
 
 # Ubuntu updates itself after its first start, and holds the locks of apt meanwhile.
 echo 'DPkg::Lock::Timeout "300";' >/etc/apt/apt.conf.d/90s4kv-wait
-[[ ! -d /run/systemd/system ]] || systemctl stop apt-daily.timer apt-daily.service
+[[ ! -d /run/systemd/system ]] || systemctl stop apt-daily.timer apt-daily.service || true
 
 "$here/../machine/install.sh" "$here"/../../dist/*.whl
 install -D -m 755 -t /usr/local/lib/s4kv "$here/ready-metric.sh"

@@ -121,11 +121,9 @@ class Machine:
     def switch_off(self) -> None:
         if self.nspawn is None:
             return
-        if self.nspawn.poll() is None:
-            self.nspawn.send_signal(signal.SIGTERM)  # systemd stops its services
-        try:
-            self.nspawn.wait(30)
-        except subprocess.TimeoutExpired:
-            self.nspawn.kill()
-            self.nspawn.wait()
-        self.nspawn = None
+        if self.leader and self.nspawn.poll() is None:
+            os.kill(self.leader, signal.SIGKILL)  # and with it all that runs there
+        else:
+            self.nspawn.terminate()
+        self.nspawn.wait(30)
+        self.nspawn, self.leader = None, 0
