@@ -54,6 +54,8 @@ def make(folder: Path, cache: Path) -> None:
         if done.returncode:
             made.unlink(missing_ok=True)
             pytest.skip(f"no Debian can be made here: {done.stderr.strip()[-300:]}")
+        for old in cache.glob(f"root-{suite}-*"):
+            old.unlink()
         made.rename(archive)
     folder.mkdir(parents=True)
     subprocess.run(["tar", "--zstd", "-xf", archive, "-C", folder], check=True)
