@@ -9,7 +9,7 @@ export ARGS
 
 variant = $(if $(VARIANT),--variant $(VARIANT))
 
-.PHONY: help serve install wheel test soak bench gpu-test gpu-bench fetch apply refresh verify clean
+.PHONY: help serve install wheel bundle template test soak bench gpu-test gpu-bench fetch apply refresh verify clean
 help:     ## this list
 	@sed -n 's/^\([a-z-]*\): *## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -21,6 +21,12 @@ install:  ## build if an input changed, and install into .venv; VARIANT=
 
 wheel:    ## build dist/: the vllm wheel and its alias; VARIANT=cpu|cuda
 	@$(PYTHON) build/wheel.py $(or $(VARIANT),cpu)
+
+bundle:   ## dist/s4kv-VARIANT.tar for machines: the wheels and deploy/; VARIANT=cpu|cuda
+	@$(PYTHON) build/bundle.py $(or $(VARIANT),cuda)
+
+template: ## copy deploy/aws/boot.sh into deploy/cfn-gpu-serving.yaml
+	@$(PYTHON) build/template.py
 
 test:     ## lint, types and the test suite
 	@$(PYTHON) build/test.py

@@ -26,6 +26,7 @@ TOOLS = TREE / "tools"
 TOOL_NAMES = ("uv>=0.5", "cmake>=3.26", "ninja")
 DISK = 9e9  # torch brings its CUDA libraries along, also for the CPU variant
 TESTS = ROOT / "tests" / "requirements.txt"
+LINTERS = ROOT / "tests" / "linters.txt"
 
 
 def call(command: list[str | Path], **kwargs) -> None:
@@ -76,6 +77,18 @@ def make_venv(path: Path) -> Path:
     if not python.exists():
         uv("venv", "-q", "--seed", "--clear", "--python", sys.executable, path)
     return python
+
+
+def linters() -> Path:
+    """The folder of the programs that tests/linters.txt names."""
+    path = TREE / "linters"
+    stamp = path / "done"
+    with locked(TREE / ".linters.lock"):
+        if not stamp.exists() or stamp.read_text() != digest(LINTERS):
+            stamp.unlink(missing_ok=True)
+            uv("pip", "install", "-q", "-r", LINTERS, python=make_venv(path))
+            stamp.write_text(digest(LINTERS))
+    return path / "bin"
 
 
 def need_disk(n: float) -> None:

@@ -1,0 +1,44 @@
+#!/usr/bin/env python3
+"""Pack dist/s4kv-VARIANT.tar: the wheels and deploy/, for an instance or an image to install.
+
+The same inputs give the same bytes: no times, no users, no compression (wheels are compressed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import tarfile
+from pathlib import Path
+
+import wheel
+from common import DIST, ROOT, digest, main, say
+
+FOLDERS = ("deploy/aws", "deploy/machine")
+
+
+def build(variant: str) -> Path:
+    """The path of the bundle, made anew."""
+    files = wheel.build(variant)
+    files += [p for folder in FOLDERS for p in sorted((ROOT / folder).iterdir()) if p.is_file()]
+    path = DIST / f"s4kv-{variant}.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        for file in files:
+            info = tarfile.TarInfo(str(file.relative_to(ROOT)))
+            info.size = file.stat().st_size
+            info.mode = 0o755 if file.stat().st_mode & 0o100 else 0o644
+            with file.open("rb") as f:
+                tar.addfile(info, f)
+    say(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e6:.1f} MB, sha256 {digest(path)}")
+    return path
+
+
+def run() -> None:
+    ap = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    ap.add_argument("variant", choices=("cpu", "cuda"))
+    build(ap.parse_args().variant)
+
+
+if __name__ == "__main__":
+    main(run)
