@@ -172,7 +172,8 @@ def nvidia() -> tuple[str | None, list[dict[str, str]]]:
     except subprocess.TimeoutExpired:
         return "nvidia-smi does not answer", []
     if done.returncode:
-        return f"nvidia-smi: {(done.stdout or done.stderr).strip().splitlines()[0]}", []
+        said = (done.stdout or done.stderr).strip().splitlines()
+        return said[0] if said else f"nvidia-smi ends with status {done.returncode}", []
     rows = [[x.strip() for x in line.split(",")] for line in done.stdout.strip().splitlines()]
     gpus = [{"name": n, "capability": c, "memory": m} for _, n, c, m in rows]
     return (rows[0][0] if rows else None), gpus
@@ -213,13 +214,14 @@ def _cuda() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is wrong is raised by the next line as well
         torch.cuda.init()
-    for i in range(torch.cuda.device_count()):
+    count = torch.cuda.device_count()
+    for i in range(count):
         checks.require_capability(
             torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)
         )
     cuda_ops.load()
     major, minor = torch.cuda.get_device_capability(0)
     return (
-        f"CUDA kernels for compute capability {major}.{minor}, on {torch.cuda.device_count()} GPUs "
-        f"that torch sees with CUDA {torch.version.cuda}"
+        f"CUDA kernels for compute capability {major}.{minor}; torch sees "
+        f"{count} GPU{'s' if count > 1 else ''} with CUDA {torch.version.cuda}"
     )

@@ -21,11 +21,11 @@ BF16_BYTES = 2
 GAUGES = {
     "sealed_pages": f"Pages in use that hold {BLOCK} tokens in int4.",
     "recent_pages": "Pages in use that hold first and newest tokens in the model's dtype.",
-    "bytes_per_token": "Bytes of one GPU's KV cache that a sealed token takes, all layers together.",
-    "density": "How many times more the tokens in the KV cache would take in bf16; NaN without any.",
+    "bytes_per_token": "Bytes of one GPU's memory that a sealed token takes, all layers together.",
+    "density": "How many times more the cached tokens would take in bf16; NaN without any.",
 }
 SEALS = f"Pages sealed: blocks of {BLOCK} tokens turned to int4, each in all layers."
-INFO = "The format of the pages, and the hash of the map that says which key channel has which bits."
+INFO = "The format of the pages, and the hash of the map of key channels to int4 slots."
 
 
 class PageStats:
