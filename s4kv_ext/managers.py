@@ -28,6 +28,8 @@ class SealedManager(FullAttentionManager):
 
     num_taken = 0
     """Pages ever taken to be sealed; one that was found in the prefix cache was sealed before."""
+    num_held = 0
+    """Pages that requests hold, a shared one counted for each."""
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
@@ -43,7 +45,19 @@ class SealedManager(FullAttentionManager):
             request_id, sealed_tokens(num_tokens), num_tokens_main_model
         )
         self.num_taken += len(new)
+        self.num_held += len(new)
         return new
+
+    def add_local_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any
+    ) -> None:
+        super().add_local_computed_blocks(request_id, new_computed_blocks, *args)
+        self.num_held += len(new_computed_blocks)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        blocks = super().pop_blocks_for_free(request_id)
+        self.num_held -= len(blocks)
+        return blocks
 
     def cache_blocks(
         self, request: Request, num_tokens: int, retention_interval: int | None = None

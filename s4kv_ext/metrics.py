@@ -8,6 +8,7 @@ stats of a KV connector: it is passed on unread, and there are no connectors wit
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from s4kv_ext.format import BLOCK, FORMAT_VERSION, KV_CACHE_DTYPE
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 BF16_BYTES = 2
+_computed = attrgetter("num_computed_tokens")
 GAUGES = {
     "sealed_pages": f"Pages in use that hold {BLOCK} tokens in int4.",
     "recent_pages": "Pages in use that hold first and newest tokens in the model's dtype.",
@@ -60,11 +62,8 @@ class PageStats:
         """A page that requests share counts once, as it would in bf16."""
         if not used:
             return math.nan
-        pages, requests = self.sealed.req_to_blocks, self.scheduler.requests
-        tokens = sealed * BLOCK
-        for rid, held in self.recent.req_to_blocks.items():
-            if held:
-                tokens += requests[rid].num_computed_tokens - BLOCK * len(pages.get(rid, ()))
+        computed = sum(map(_computed, self.scheduler.requests.values()))  # 0 of those that wait
+        tokens = computed - BLOCK * (self.sealed.num_held - sealed)
         spec = self.recent.kv_cache_spec
         plain = tokens * 2 * spec.num_kv_heads * spec.head_size * BF16_BYTES
         return plain / (used * spec.page_size_bytes)

@@ -42,7 +42,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from s4kv_ext.format import BLOCK, KV_CACHE_DTYPE, SINKS, sealed_tokens
+from s4kv_ext.format import BLOCK, KV_CACHE_DTYPE, SINKS, head_page_bytes, sealed_tokens
 from s4kv_ext.metrics import PageStats
 from s4kv_ext.reference import sealed_before
 from s4kv_ext.specs import prefill_peak_pages, recent_spec, sealed_spec
@@ -522,6 +522,15 @@ class Engine:
         self.seals += told["seals"]
         of_group = [sum(holders[0][0] == g for holders in owners.values()) for g in (0, 1)]
         assert [told["sealed_pages"], told["recent_pages"]] == of_group, "pages in the metrics"
+        if owners:
+            tokens = BLOCK * of_group[0]
+            for rid, blocks in self.managers[0].req_to_blocks.items():
+                if rid in self.scheduler.requests:
+                    computed = self.scheduler.requests[rid].num_computed_tokens
+                    tokens += computed - BLOCK * len(blocks)
+            assert np.isclose(
+                told["density"] * sum(of_group) * head_page_bytes(128), tokens * 2 * 128 * 2
+            ), "density in the metrics"
 
     def _check_hits(self, first: dict[str, int]) -> None:
         """A hit is no shorter than what lies in the pool; asynchronous, what a preempted request

@@ -64,7 +64,7 @@ def several(model_path, tmp_path_factory):
             *("--data-parallel-size", "2", "--api-server-count", "2"),
         )
     try:
-        s.wait()
+        s.wait(600)  # four processes import vLLM at once
         yield s
     finally:
         s.stop()
