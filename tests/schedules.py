@@ -410,8 +410,6 @@ class Engine:
         self._check_hits(first)
         self.preemptions += len(out.preempted_req_ids or ())
         result = self.worker.execute(out) if out.total_num_scheduled_tokens else None
-        if not self.s.drafts:  # a draft that is rejected may leave a page to seal later, or never
-            assert self.seals == self.worker.seals, "seals in the metrics"
         ready = self._pending if self.s.asynchronous else None
         if result is not None:
             if self.s.asynchronous:
@@ -518,6 +516,8 @@ class Engine:
                 shared = block.block_hash is not None and (group == 0 or i < SINKS // size)
                 assert shared and not other, f"page {page} is held by {holders}"
         assert len(owners) + self.block_pool.get_num_free_blocks() == s.pool, "pages in the pool"
+        if not s.drafts:  # a draft that is rejected may leave a page to seal later, or never
+            assert self.seals == self.worker.seals, "sealed pages in the metrics"
         told = self.stats.take()
         self.seals += told["seals"]
         of_group = [sum(holders[0][0] == g for holders in owners.values()) for g in (0, 1)]
