@@ -83,6 +83,12 @@ def weigh_on(worker: Any, sequences: list[list[int]]) -> list[Tensor]:
     return weigh(worker.model_runner, sequences)
 
 
+def maps_on(worker: Any) -> list[Tensor]:
+    """The map of each layer of a worker, [H, S] int16 on the CPU, as a remote call."""
+    impls = layers(worker.vllm_config)
+    return [impl.slot_channel.cpu() for impl in impls if impl.slot_channel is not None]
+
+
 def random_ids(config: VllmConfig) -> list[int]:
     """The fixed ids of the pass at start-up."""
     tokens = min(TOKENS, config.model_config.max_model_len)

@@ -105,12 +105,12 @@ def _platform(config: VllmConfig) -> Iterator[Unsupported]:
     if not current_platform.is_cuda():
         yield Unsupported(f"no kernels for {current_platform.device_name}, only for CPU and CUDA")
         return
-    capability = current_platform.get_device_capability()
-    if capability is None or tuple(capability) not in CAPABILITIES:
-        yield Unsupported(
-            f"no kernels for {current_platform.get_device_name()} (compute capability "
-            f"{capability and capability.as_version_str()}), only for {_list(CAPABILITIES)}"
+    try:
+        require_capability(
+            current_platform.get_device_name(), current_platform.get_device_capability()
         )
+    except Unsupported as e:
+        yield e
     if config.model_config.dtype not in CUDA_DTYPES:
         yield Unsupported(
             f"model dtype {config.model_config.dtype} is not supported on GPUs",
@@ -122,6 +122,14 @@ def _platform(config: VllmConfig) -> Iterator[Unsupported]:
             f"kernel, which decodes {MAX_QUERIES} tokens of a request at a time",
             f"use at most {MAX_QUERIES - 1}",
         )
+
+
+def require_capability(gpu: str, capability: tuple[int, int] | None) -> None:
+    """Raise Unsupported unless there are kernels for this GPU; ``s4kv doctor`` asks too."""
+    if capability is None or tuple(capability) not in CAPABILITIES:
+        have = "unknown" if capability is None else ".".join(map(str, capability))
+        known = _list(".".join(map(str, c)) for c in CAPABILITIES)
+        raise Unsupported(f"no kernels for {gpu} (compute capability {have}), only for {known}")
 
 
 def model_problems(model: ModelConfig) -> Iterator[Unsupported]:

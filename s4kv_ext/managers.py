@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 class SealedManager(FullAttentionManager):
     """A full-attention manager that is told the sealed length instead of the computed one."""
 
+    num_taken = 0
+    """Pages ever taken to be sealed; one that was found in the prefix cache was sealed before."""
+    num_held = 0
+    """Pages that requests hold, a shared one counted for each."""
+
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
     ) -> int:
@@ -36,9 +41,23 @@ class SealedManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        return super().allocate_new_blocks(
+        new = super().allocate_new_blocks(
             request_id, sealed_tokens(num_tokens), num_tokens_main_model
         )
+        self.num_taken += len(new)
+        self.num_held += len(new)
+        return new
+
+    def add_local_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any
+    ) -> None:
+        super().add_local_computed_blocks(request_id, new_computed_blocks, *args)
+        self.num_held += len(new_computed_blocks)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        blocks = super().pop_blocks_for_free(request_id)
+        self.num_held -= len(blocks)
+        return blocks
 
     def cache_blocks(
         self, request: Request, num_tokens: int, retention_interval: int | None = None
@@ -57,6 +76,9 @@ class SealedManager(FullAttentionManager):
 
 class RecentManager(SlidingWindowManager):
     kv_cache_spec: RecentSpec
+
+    pages_in_use = 0
+    """Pages that requests hold, a shared one counted once."""
 
     def __init__(self, kv_cache_spec: RecentSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
@@ -101,7 +123,9 @@ class RecentManager(SlidingWindowManager):
         if end <= held:
             return []
         null = self._never_taken(held, num_tokens_main_model)
-        taken = iter(self.block_pool.get_new_blocks(end - held - len(null)))
+        fresh = self.block_pool.get_new_blocks(end - held - len(null))
+        self.pages_in_use += len(fresh)
+        taken = iter(fresh)
         new = [self._null_block if i in null else next(taken) for i in range(held, end)]
         blocks.extend(new)
         return new
@@ -117,7 +141,9 @@ class RecentManager(SlidingWindowManager):
         blocks = self.req_to_blocks[request_id]
         assert not blocks
         if self.enable_caching:
-            self.block_pool.touch([b for b in new_computed_blocks if not b.is_null])
+            sinks = [b for b in new_computed_blocks if not b.is_null]
+            self.pages_in_use += sum(not b.ref_cnt for b in sinks)
+            self.block_pool.touch(sinks)
         blocks.extend(new_computed_blocks)
         self.num_cached_block[request_id] = len(blocks)
 
@@ -136,11 +162,14 @@ class RecentManager(SlidingWindowManager):
         returned = [b for b in blocks[first:last] if not b.is_null]
         blocks[first:last] = [self._null_block] * (last - first)
         self._num_returned[request_id] = last
+        self.pages_in_use -= len(returned)  # they are no sinks, and so nobody else's
         self.block_pool.free_blocks(returned)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._num_returned.pop(request_id, None)
-        return super().pop_blocks_for_free(request_id)
+        blocks = super().pop_blocks_for_free(request_id)
+        self.pages_in_use -= sum(b.ref_cnt == 1 for b in blocks if not b.is_null)
+        return blocks
 
     def cache_blocks(
         self, request: Request, num_tokens: int, retention_interval: int | None = None

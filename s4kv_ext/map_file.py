@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,10 +79,26 @@ def heads_of_rank(kv_heads: int, rank: int, ranks: int) -> slice:
     return slice(first, first + own)
 
 
-def digest(slot_channel: Tensor) -> str:
-    """16 hex digits of the map's values."""
-    raw = slot_channel.contiguous().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(raw).hexdigest()[:16]
+def of_all_ranks(ranks: list[list[Tensor]], kv_heads: int) -> list[Tensor]:
+    """The layers' maps of all heads, from those of each rank: the inverse of ``of_rank``.
+
+    A head that several ranks hold is taken once, unless they have other maps for it.
+    """
+    layers = []
+    for parts in zip(*ranks, strict=True):
+        whole = torch.cat(parts)
+        copies = whole.unflatten(0, (-1, max(1, len(whole) // kv_heads)))
+        same = bool((copies == copies[:, :1]).all())
+        layers.append(copies[:, 0] if same else whole)
+    return layers
+
+
+def digest(layers: Iterable[Tensor]) -> str:
+    """16 hex digits of the values of a map, given by layers, or as one tensor."""
+    h = hashlib.sha256()
+    for slot_channel in layers:
+        h.update(slot_channel.contiguous().view(torch.uint8).numpy().tobytes())
+    return h.hexdigest()[:16]
 
 
 def shape_of(model: ModelConfig) -> Shape:

@@ -42,7 +42,8 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from s4kv_ext.format import BLOCK, KV_CACHE_DTYPE, SINKS, sealed_tokens
+from s4kv_ext.format import BLOCK, KV_CACHE_DTYPE, SINKS, head_page_bytes, sealed_tokens
+from s4kv_ext.metrics import PageStats
 from s4kv_ext.reference import sealed_before
 from s4kv_ext.specs import prefill_peak_pages, recent_spec, sealed_spec
 
@@ -178,6 +179,7 @@ class Worker:
         )
         self.sealed_table, self.recent_table = garbage
         self.sinks: set[int] = set()  # pages of sinks that others may hit
+        self.seals = 0
         self.row_pages: dict[int, list[int]] = {}
         self.sequences: dict[str, Sequence] = {}
 
@@ -286,6 +288,7 @@ class Worker:
             assert (block == tags[start : start + BLOCK]).all(), f"request {rid} seals wrong tokens"
             if start == 0:
                 block[:SINKS] = block[SINKS]
+            self.seals += 1
             page = self.sealed_table[row, start // BLOCK]
             assert page, f"request {rid} seals into the null page"
             assert self.writers.setdefault(page, rid) == rid, f"two requests write page {page}"
@@ -349,6 +352,8 @@ class Engine:
         )
         self.managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         self.block_pool = self.scheduler.kv_cache_manager.block_pool
+        self.stats = PageStats(self.scheduler, "")
+        self.seals = 0
         self.worker = Worker(s, Random(seed))
         self.done: dict[str, list[int]] = {}
         self.hits: dict[str, int] = {}
@@ -511,6 +516,21 @@ class Engine:
                 shared = block.block_hash is not None and (group == 0 or i < SINKS // size)
                 assert shared and not other, f"page {page} is held by {holders}"
         assert len(owners) + self.block_pool.get_num_free_blocks() == s.pool, "pages in the pool"
+        if not s.drafts:  # a draft that is rejected may leave a page to seal later, or never
+            assert self.seals == self.worker.seals, "sealed pages in the metrics"
+        told = self.stats.take()
+        self.seals += told["seals"]
+        of_group = [sum(holders[0][0] == g for holders in owners.values()) for g in (0, 1)]
+        assert [told["sealed_pages"], told["recent_pages"]] == of_group, "pages in the metrics"
+        if owners:
+            tokens = BLOCK * of_group[0]
+            for rid, blocks in self.managers[0].req_to_blocks.items():
+                if rid in self.scheduler.requests:
+                    computed = self.scheduler.requests[rid].num_computed_tokens
+                    tokens += computed - BLOCK * len(blocks)
+            assert np.isclose(
+                told["density"] * sum(of_group) * head_page_bytes(128), tokens * 2 * 128 * 2
+            ), "density in the metrics"
 
     def _check_hits(self, first: dict[str, int]) -> None:
         """A hit is no shorter than what lies in the pool; asynchronous, what a preempted request

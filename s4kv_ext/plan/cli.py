@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,11 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     machine = _machine(args)  # before the model, which takes seconds
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    print(
+        f"s4kv: loading vLLM, which reads {args.model}; takes 10 to 30 s",
+        file=sys.stderr,
+        flush=True,
+    )
     from s4kv_ext.plan import report, sizing
 
     model = sizing.load(args.model, args.dtype)

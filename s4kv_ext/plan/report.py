@@ -43,15 +43,16 @@ def _sizes(plan: Plan) -> list[str]:
     dtype = str(config.dtype).removeprefix("torch.")
     of = "" if plan.gpus == 1 else f", on {plan.gpus} GPUs by tensor parallelism"
     left = memory.outside(plan.machine.gpu.memory, plan.limits)
-    rest = f"what is left of {plan.limits.utilization:.0%}"
+    part = f"{plan.limits.utilization:.0%}"
+    rest = f"the rest of vLLM's {part}"
     if plan.workspace:
         rest += f", less {plan.workspace / MIB:.0f} MiB of workspace with int4_kivi"
     rows = [
         ("weights", w.gpu, f"{count}{w.source}, {dtype}"),
         ("activations", plan.activations, f"a step of {plan.limits.batched_tokens} tokens"),
-        ("fixed", memory.FIXED, "measured on an H200"),
+        ("libraries", memory.FIXED, "CUDA's kernels and buffers, as measured on an H200"),
         ("KV cache", plan.cache_bytes, rest),
-        ("not used", left, "for CUDA and its graphs"),
+        ("left free", left, f"beyond vLLM's {part}: CUDA graphs, and others on the GPU"),
     ]
     table = [f"  {name:12}{nbytes / GIB:7.2f} GiB  {note}" for name, nbytes, note in rows]
     return [f"{plan.model.name} on {plan.machine}{of}. Each GPU:", *table]

@@ -1,6 +1,6 @@
 import pytest
 
-from s4kv_ext import cli, install_check
+from s4kv_ext import doctor, install_check
 
 
 @pytest.fixture
@@ -36,6 +36,7 @@ def test_the_right_variant_says_nothing(machine, variant, gpu, recwarn):
 def test_doctor_notes_it(machine, monkeypatch, capsys):
     machine("cpu", True)
     monkeypatch.setattr(install_check, "changed_members", list)
-    monkeypatch.setattr(cli, "library_problems", lambda variant: [])
-    assert cli.doctor(None) == 0  # type: ignore[arg-type]
+    monkeypatch.setattr(doctor, "library_problems", lambda variant: [])
+    assert doctor.collect()["intact"]
+    print(doctor.text(doctor.collect()))
     assert "NOTE          this is the CPU wheel" in capsys.readouterr().out

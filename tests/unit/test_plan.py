@@ -285,7 +285,9 @@ class TestCommand:
         def run(*args: str) -> str:
             parsed = ap.parse_args(["plan", path, *args])
             assert parsed.run(parsed) == 0
-            return capsys.readouterr().out
+            told = capsys.readouterr()
+            assert told.err.startswith("s4kv: loading vLLM, which reads")
+            return told.out
 
         return run
 

@@ -110,8 +110,11 @@ def no_margin(self, num_computed_tokens):
     return sealed_tokens(num_computed_tokens)
 
 
-def keep_count(self, request_id):
-    return SlidingWindowManager.pop_blocks_for_free(self, request_id)
+def keep_count(self, request_id, pop=RecentManager.pop_blocks_for_free):
+    kept = dict(self._num_returned)
+    blocks = pop(self, request_id)
+    self._num_returned = kept
+    return blocks
 
 
 def no_hit(computed, row, page_tokens):
@@ -133,6 +136,17 @@ def no_sinks(self, request, num_tokens, retention_interval=None):
     pass
 
 
+def uncounted(add, name):
+    """Adds what was hit, and leaves this counter as it was."""
+
+    def wrong(self, *args):
+        before = getattr(self, name)
+        add(self, *args)
+        setattr(self, name, before)
+
+    return wrong
+
+
 SKIP, FIND = "get_num_skipped_tokens", "find_longest_cache_hit"
 READ: dict[str, Any] = {
     "recent pages given back a block early": patch.object(RecentManager, SKIP, too_early),
@@ -152,6 +166,17 @@ OWNED: dict[str, Any] = {
 }
 
 
+ADD = "add_local_computed_blocks"
+COUNTED: dict[str, Any] = {
+    "hits that are in use and not counted": patch.object(
+        RecentManager, ADD, uncounted(RecentManager.add_local_computed_blocks, "pages_in_use")
+    ),
+    "hits that are held and not counted": patch.object(
+        SealedManager, ADD, uncounted(SealedManager.add_local_computed_blocks, "num_held")
+    ),
+}
+
+
 def first_failure() -> str:
     return next(filter(None, (failure(random_schedule(Random(seed))) for seed in range(200))), "")
 
@@ -167,6 +192,12 @@ def test_a_wrong_page_is_seen_when_it_is_read(mistake):
 def test_a_wrong_owner_is_seen(mistake):
     with OWNED[mistake]:
         assert re.search("recent pages|are there|idle", first_failure())
+
+
+@pytest.mark.parametrize("mistake", COUNTED)
+def test_a_wrong_count_is_seen(mistake):
+    with COUNTED[mistake]:
+        assert "in the metrics" in first_failure()
 
 
 def test_shrinking_keeps_the_failure():
