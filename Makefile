@@ -47,6 +47,10 @@ apply:    ## lay the patched vLLM checkout in vllm/src, one commit a patch; FORC
 refresh:  ## write the commits of vllm/src back to patches/
 	@$(PYTHON) build/refresh.py
 
+rebase:   ## move the series to another vLLM on a branch, with a report; TO= REPORT=1 NOTESTS=1 FORCE=1
+	@$(PYTHON) build/rebase.py $(or $(TO),$(error make rebase TO=0.26.0)) \
+	  $(if $(REPORT),--report) $(if $(NOTESTS),--no-tests) $(if $(FORCE),--force)
+
 verify:   ## prove that the series is sound: applies, is complete, says why and until when
 	@$(PYTHON) build/verify.py
 
