@@ -48,7 +48,8 @@ refresh:  ## write the commits of vllm/src back to patches/
 	@$(PYTHON) build/refresh.py
 
 release:  ## release/VERSION: wheels built twice, hashes, SBOM, an index; VERSION=0.25.1+s4kv.1
-	@$(PYTHON) build/release.py '$(or $(VERSION),$(error make release VERSION=0.25.1+s4kv.1))' $(variant)
+	@$(PYTHON) build/release.py '$(or $(VERSION),$(error make release VERSION=0.25.1+s4kv.1))' $(variant) \
+	  $(if $(AGAINST),--against '$(AGAINST)')
 
 rebase:   ## move the series to another vLLM on a branch, with a report; TO= REPORT=1 NOTESTS=1 FORCE=1
 	@$(PYTHON) build/rebase.py $(or $(TO),$(error make rebase TO=0.26.0)) \

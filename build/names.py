@@ -6,6 +6,7 @@ Read from the sources alone, before anything is built. It is a hint where to loo
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 Name = tuple[str, str]  # module, name
@@ -26,6 +27,15 @@ def file_of(source: Path, module: str) -> Path | None:
     return next((p for p in (path / "__init__.py", path.with_suffix(".py")) if p.exists()), None)
 
 
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Of a module, those in its if and try branches too."""
+    for node in body:
+        yield node
+        if isinstance(node, (ast.If, ast.Try)):
+            handlers = [x for h in getattr(node, "handlers", []) for x in h.body]
+            yield from statements([*node.body, *handlers, *node.orelse])
+
+
 def definition(source: Path, module: str, name: str) -> str | None:
     """What the name is bound to, as code without its formatting; None where there is none.
 
@@ -38,7 +48,7 @@ def definition(source: Path, module: str, name: str) -> str | None:
         return ""
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     tree = ast.parse(file.read_text())
-    for node in tree.body:
+    for node in statements(tree.body):
         match node:
             case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef() if node.name == name:
                 return ast.unparse(node)

@@ -45,9 +45,19 @@ class Verdict:
 
 
 def base(into: Path, new: Pins, old: Path) -> None:
-    """The pristine new release, with the files of the old one at hand for 3-way merges."""
+    """The pristine new release, with every file that a patch starts from, for 3-way merges."""
     checkout.make(into, names=[], p=new)
-    git("fetch", "-q", str(old), "pristine:refs/s4kv/old", cwd=into)
+    git("fetch", "-q", str(old), "HEAD:refs/s4kv/old", cwd=into)
+
+
+def conflict(src: Path, name: str, file: str) -> str:
+    """Both sides of an unmerged file; what the patch wants where upstream has no such file."""
+    hunk = git("diff", "--", file, cwd=src)
+    if "\n@@@" in hunk:
+        return hunk
+    parts = re.split(r"^(?=diff --git )", (PATCHES / name).read_text(), flags=re.M)
+    wanted = next((x for x in parts if x.startswith(f"diff --git a/{file} ")), "")
+    return f"upstream has no such file any more; the patch has\n{wanted}"
 
 
 def try_patch(src: Path, name: str) -> Verdict:
@@ -64,11 +74,13 @@ def try_patch(src: Path, name: str) -> Verdict:
     except Stop as e:
         # Where even the old file is unknown there is nothing to merge, and git says why.
         unmerged = git("diff", "--name-only", "--diff-filter=U", cwd=src).splitlines()
-        hunks = {f: git("diff", "--", f, cwd=src) for f in unmerged} or {"": str(e)}
+        hunks = {f: conflict(src, name, f) for f in unmerged} or {"": str(e)}
         git("am", "--abort", cwd=src)
         return Verdict(name, "conflict", hunks)
     if strict:
-        return Verdict(name, "fuzzy", {f: git("diff", "HEAD~", "--", f, cwd=src) for f in strict})
+        whole = git("diff", "HEAD~", cwd=src)  # where upstream has renamed the file
+        hunks = {f: git("diff", "HEAD~", "--", f, cwd=src) or whole for f in strict}
+        return Verdict(name, "fuzzy", hunks)
     return Verdict(name, "clean")
 
 
@@ -184,8 +196,9 @@ def run() -> int:
         pristine, fresh = Path(tmp) / "old", Path(tmp) / "new"
         pristine.mkdir()
         fresh.mkdir()
-        checkout.make(pristine, names=[])
+        checkout.make(pristine)
         base(fresh, new, pristine)
+        git("checkout", "-q", "pristine", cwd=pristine)
         text = report(old, new, *examine(fresh, pristine))
         print(text)
         whole = path is not None and lay_down(path, fresh, old, new)

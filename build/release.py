@@ -7,7 +7,8 @@ sha256 of every file, an SBOM (CycloneDX) of each wheel, what changed, and simpl
 
 examples:
   build/release.py 0.25.1+s4kv.1
-  build/release.py 0.25.1+s4kv.1 --variant cpu    where there is no CUDA compiler; for trying it out
+  build/release.py 0.25.1+s4kv.1 --against DIR    compare with the wheels that another machine built
+  build/release.py 0.25.1+s4kv.1 --variant cpu    where there is no CUDA compiler; to try it out
 """
 
 from __future__ import annotations
@@ -106,7 +107,15 @@ def sbom(wheel: Path, out: Path) -> Path:
     return path
 
 
-def release(version: str, variants: tuple[str, ...] = VARIANTS) -> Path:
+def theirs(folder: Path, ours: list[Path]) -> list[Path]:
+    """The wheels of the same names that another machine made."""
+    found = [folder / path.name for path in ours]
+    if gone := [p.name for p in found if not p.is_file()]:
+        raise Stop(f"{folder} has no {', '.join(gone)}: give the folder that make wheel filled")
+    return found
+
+
+def release(version: str, variants: tuple[str, ...] = VARIANTS, against: str = "") -> Path:
     p = pins()
     need_version(version, p)
     need_clean()
@@ -114,7 +123,8 @@ def release(version: str, variants: tuple[str, ...] = VARIANTS) -> Path:
     env.tools()
     with tempfile.TemporaryDirectory(dir=TREE, prefix="release-") as tmp:
         first = build_in(Path(tmp) / "1", variants)
-        second = build_in(Path(tmp) / "another-folder", variants)
+        other = Path(tmp) / "another-folder"
+        second = theirs(Path(against), first) if against else build_in(other, variants)
         compare(first, second)
         say(f"{len(first)} wheels, the same in two builds")
         part = Path(tmp) / version
@@ -143,8 +153,9 @@ def run() -> None:
     )
     ap.add_argument("version", metavar="VERSION", help="what vllm/pin.toml says, such as V+s4kv.N")
     ap.add_argument("--variant", choices=VARIANTS, help="only this one; default: both")
+    ap.add_argument("--against", default="", metavar="DIR", help="instead of a second build here")
     args = ap.parse_args()
-    release(args.version, (args.variant,) if args.variant else VARIANTS)
+    release(args.version, (args.variant,) if args.variant else VARIANTS, args.against)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from dataclasses import replace
+from functools import cache
 
 from common import ROOT, Pinned, Pins, Stop
 from fetch import pip_python
@@ -12,6 +13,7 @@ from fetch import pip_python
 BY_VERSION = ("source", "cuda", "cpu")  # the pinned files that a release of vLLM consists of
 
 
+@cache
 def published(project: str) -> dict[str, str]:
     """File name: sha256 ("" where the index gives none)."""
     command = [pip_python(), str(ROOT / "build" / "pip_download.py"), project]
