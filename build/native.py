@@ -75,6 +75,7 @@ def build(variant: str, torch: str) -> Path:
     tools = env.tools()
     python = torch_python(torch)
     torch_dir = next(path for path in (python.parent.parent / "lib").glob("*/site-packages/torch"))
+    torch_dir = torch_dir.resolve()  # as the compiler names it, so that it can leave the path out
     env.call(
         [
             *(tools / "cmake", "-S", SOURCES[variant], "-B", folder, "-G", "Ninja"),

@@ -29,8 +29,6 @@ OUT = ROOT / "release"
 CHANGELOG = ROOT / "CHANGELOG.md"
 VARIANTS = ("cpu", "cuda")
 SBOM_TOOLS = "cyclonedx-python-lib[json-validation]>=11,<12"
-# Not made anew in each folder: they are tools and headers, the same for both builds.
-SHARED = ("tools", "torch")
 
 
 def released(p: Pins) -> str:
@@ -67,9 +65,7 @@ def build_in(folder: Path, variants: tuple[str, ...]) -> list[Path]:
     git("clone", "-q", "--no-hardlinks", str(ROOT), str(folder), cwd=ROOT)
     git("checkout", "-q", "--detach", git("rev-parse", "HEAD", cwd=ROOT).strip(), cwd=folder)
     (folder / "build-tree").mkdir()
-    for name in SHARED:
-        if (TREE / name).exists():
-            (folder / "build-tree" / name).symlink_to(TREE / name)
+    (folder / "build-tree" / "tools").symlink_to(env.TOOLS)
     for variant in variants:
         env.call([sys.executable, folder / "build" / "wheel.py", variant])
     return sorted((folder / "dist").glob("*.whl"))
