@@ -9,7 +9,7 @@ unit and end-to-end tests run on the result. Nothing of this checkout changes.
 examples:
   build/rebase.py 0.26.0               rebase/0.26.0 on the branch rebase-0.26.0, tests included
   build/rebase.py 0.26.0 --no-tests    stop before the tests
-  build/rebase.py 0.32.0 --report      only the report; leaves no branch and no worktree
+  build/rebase.py newest --report      only the report; leaves no branch and no worktree
   build/rebase.py 0.26.0 --force       throw an earlier rebase/0.26.0 and its branch away
 """
 
@@ -28,7 +28,7 @@ from pathlib import Path
 import checkout
 from common import PATCHES, PIN, ROOT, SRC, TREE, Pins, Stop, git, main, pins, say
 from names import compared
-from releases import pins_of, repin
+from releases import newest, pins_of, repin
 
 WORK = ROOT / "rebase"
 TESTS = ("tests/unit", "tests/e2e")
@@ -179,17 +179,22 @@ def run() -> int:
     ap = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    ap.add_argument("version", metavar="VERSION", help="of vLLM, for instance 0.26.0")
+    ap.add_argument("version", metavar="VERSION", help="of vLLM, such as 0.26.0, or newest")
     ap.add_argument("--no-tests", action="store_true", help="stop before the tests")
     ap.add_argument("--report", action="store_true", help="report only, change nothing")
     ap.add_argument("--force", action="store_true", help="throw an earlier rebase away")
     args = ap.parse_args()
     old = pins()
-    if args.version == old.version:
-        raise Stop(f"the pin is vLLM {old.version} already")
+    version = newest(old) if args.version == "newest" else args.version
+    if version == old.version:
+        text = f"the pin is vLLM {old.version} already"
+        if args.version == "newest":
+            say(f"{text}, the newest: {write(version, text)}")
+            return 0
+        raise Stop(text)
     if not args.report:
         need_clean()
-    new = pins_of(args.version, old)
+    new = pins_of(version, old)
     path = None if args.report else new_worktree(new.version, force=args.force)
     TREE.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=TREE) as tmp:

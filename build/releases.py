@@ -35,6 +35,19 @@ def same_kind(pinned: Pinned, version: str) -> re.Pattern[str]:
     return re.compile(rf"{stem}-{version}-[^-]+-[^-]+-\w+{machine[0] if machine else '.whl'}")
 
 
+def versions(kind: str, old: Pins) -> list[str]:
+    """Of the releases that have such a file, the oldest first, without candidates."""
+    pattern = same_kind(old.files[kind], r"([\d.]+)")
+    found = {m[1] for name in published(old.files[kind].project) if (m := pattern.fullmatch(name))}
+    return sorted(found, key=lambda v: [int(x) for x in v.split(".") if x])
+
+
+def newest(old: Pins) -> str:
+    """The newest release that has every file."""
+    have = [set(versions(kind, old)) for kind in BY_VERSION]
+    return [v for v in versions("source", old) if all(v in h for h in have)][-1]
+
+
 def pins_of(version: str, old: Pins) -> Pins:
     """`old` with the files of `version` instead."""
     files = dict(old.files)
@@ -43,12 +56,9 @@ def pins_of(version: str, old: Pins) -> Pins:
         pattern = same_kind(old.files[kind], re.escape(version))
         found = [n for n in names if pattern.fullmatch(n)]
         if len(found) != 1:
-            others = same_kind(old.files[kind], r"([\d.]+)")
-            known = {m[1] for n in names if (m := others.fullmatch(n))}
-            newest = sorted(known, key=lambda v: [int(x) for x in v.split(".") if x])[-6:]
             raise Stop(
                 f"pip's index has {len(found)} {kind} files of {old.files[kind].project} "
-                f"{version}; there is one of {', '.join(newest)}"
+                f"{version}; there is one of {', '.join(versions(kind, old)[-6:])}"
             )
         if not names[found[0]]:
             raise Stop(f"pip's index gives no sha256 for {found[0]}: use one that does")

@@ -119,8 +119,9 @@ def test_conflict_is_left_where_git_am_stopped(project: Rebased) -> None:
 
 
 def test_report_alone_changes_nothing(project: Rebased) -> None:
+    assert "the newest" in project.good("rebase", "newest", "--report")
     project.publish("9.10", {"vllm/b.py": "x = 1\n"})
-    done = project.run("rebase", "9.10", "--report")
+    done = project.run("rebase", "newest", "--report")
     assert done.returncode == 0, done.stderr
     assert "0 clean, 0 fuzzy, 2 conflict" in done.stdout
     assert "upstream has no such file any more" in done.stdout and "+changed 5\n" in done.stdout
