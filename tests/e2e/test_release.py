@@ -193,3 +193,29 @@ def test_pip_and_uv_install_from_the_index(out: Path, served: str, tmp_path: Pat
         )
         told = subprocess.check_output([str(python), "-c", code], text=True)
         assert told.split() == [version, version]
+
+
+def test_a_constraint_keeps_the_version(out: Path, tmp_path: Path) -> None:
+    """What docs/install.md says of `pip install -U vllm`, with a higher stock vLLM in reach."""
+    from test_installation import stub
+
+    version = metadata.version(pins(), "cpu")
+    python = build_env.make_venv(tmp_path / "env")
+    links = tmp_path / "links"
+    links.mkdir()
+    for name in (version, "99.0"):
+        stub(links, "vllm", name)
+    (tmp_path / "constraints.txt").write_text(f"vllm=={version}\n")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
+    clean |= {"PIP_CONFIG_FILE": os.devnull}
+
+    def pip(*args: str, **more: str) -> str:
+        command = [str(python), "-m", "pip", "install", "-q", "--no-index", "-f", str(links)]
+        subprocess.run([*command, *args], env=clean | more, check=True)
+        code = "from importlib.metadata import version as v; print(v('vllm'))"
+        return subprocess.check_output([str(python), "-c", code], text=True).strip()
+
+    assert pip(f"vllm=={version}") == version
+    constraints = str(tmp_path / "constraints.txt")
+    assert pip("-U", "vllm", PIP_CONSTRAINT=constraints) == version
+    assert pip("-U", "vllm") == "99.0"

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from base64 import urlsafe_b64encode
 from dataclasses import dataclass
@@ -194,3 +195,17 @@ def test_python_of_the_cuda_wheel_imports(tmp_path: Path) -> None:
     version, *files = done.stdout.split()[-3:]
     assert version == cuda.version
     assert all(f.startswith(str(tmp_path)) for f in files)
+
+
+def test_notice_names_what_the_wheel_carries(built: Built) -> None:
+    """Each row is in NOTICE, and each folder of others in a wheel is a row."""
+    table = tomllib.loads((ROOT / "vllm" / "carried.toml").read_text())
+    notice = built.text(f"{built.info}/licenses/s4kv/NOTICE")
+    for name, row in table.items():
+        assert f"  {name}, {row['license']}, {row['by']}: {row['folder']}\n" in notice
+    folders = [row["folder"] for row in table.values()]
+    others = [
+        n for n in built.names if n.startswith(("vllm/third_party/", "vllm/vllm_flash_attn/"))
+    ]
+    for name in others:
+        assert name == "vllm/third_party/__init__.py" or name.startswith(tuple(folders)), name
