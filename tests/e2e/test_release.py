@@ -19,6 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "build"))
 
+import checkout as source  # noqa: E402
 import env as build_env  # noqa: E402
 import metadata  # noqa: E402
 import wheel as build_wheel  # noqa: E402
@@ -85,6 +86,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 @pytest.fixture(scope="module")
 def out(checkout: Checkout) -> Path:
     """The release; its second build is the one that this checkout is tested with."""
+    if edits := source.local_edits():
+        pytest.skip(f"vllm/src has {edits}: the wheel here is not that of patches/")
     if "## Unreleased\n" in (checkout.root / "CHANGELOG.md").read_text():
         checkout.head(f"{VERSION} (2026-11-30)")
         commit(checkout.root)
