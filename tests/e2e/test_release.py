@@ -52,6 +52,8 @@ class Checkout:
             if (ROOT / name).is_file():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, root / name)
+        # As it is between two releases, whatever the tree's own says.
+        (root / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n- int4_kivi\n")
         git("init", "-q", cwd=root)
         build_env.tools()
         (root / "build-tree").mkdir()
