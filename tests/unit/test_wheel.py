@@ -24,7 +24,7 @@ sys.path.insert(0, str(BUILD))  # first: there is a distribution that is called 
 
 import native as build_native  # noqa: E402
 import wheel as build_wheel  # noqa: E402
-from common import pins  # noqa: E402
+from common import Stop, pins  # noqa: E402
 from fetch import fetch  # noqa: E402
 
 sys.path.remove(str(BUILD))
@@ -121,9 +121,26 @@ def test_extension_and_what_it_records(built: Built) -> None:
     assert not [n for n in members if "csrc" in n or "__pycache__" in n]
 
 
-def test_no_path_of_this_machine_in_the_library() -> None:
-    library = (ROOT / "s4kv_ext" / "libs4kv_cpu.so").read_bytes()
-    assert str(ROOT).encode() not in library
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_no_path_of_this_machine_in_the_library(variant: str) -> None:
+    path = ROOT / "s4kv_ext" / f"libs4kv_{variant}.so"
+    if not path.exists():
+        pytest.skip("not compiled here")
+    library = path.read_bytes()
+    for word in (str(ROOT), "/tmp/s4kv-", "tmpxft_"):
+        assert word.encode() not in library, word
+
+
+def test_a_folder_of_somebody_else_is_not_compiled_in(tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    place = Path("/tmp/s4kv-" + "test" * 4)
+    place.symlink_to(tmp_path)
+    try:
+        with pytest.raises(Stop, match="is somebody else's"), build_native.fixed_folder("test" * 4):
+            pass
+        assert (tmp_path / "kept").exists()
+    finally:
+        place.unlink()
 
 
 def test_requirements(built: Built) -> None:
