@@ -1,19 +1,25 @@
 # `make help` lists what is here.
-PYTHON = python3
-VARIANT =
-MODEL =
-PORT = 8000
-KV = int4_kivi
-ARGS =
+# Variables count in both places, `make serve PORT=8001` and `PORT=8001 make serve`; serve says which
+# it has from the environment. What throws work away is asked for in the command only.
+PYTHON ?= python3
+VARIANT ?=
+MODEL ?=
+PORT ?= 8000
+KV ?= int4_kivi
+ARGS ?=
 export ARGS
 
 variant = $(if $(VARIANT),--variant $(VARIANT))
+force = $(if $(findstring command line,$(origin FORCE)),$(if $(FORCE),--force))
+inherited = $(foreach v,MODEL PORT KV VARIANT ARGS,$(if $(filter environment,$(origin $v)),$v=$($v)))
 
-.PHONY: help serve install wheel bundle template test soak bench gpu-test gpu-bench fetch apply refresh verify clean
+.PHONY: help serve install wheel bundle template test soak bench gpu-test gpu-bench fetch apply refresh verify \
+        rebase release docs clean
 help:     ## this list
 	@sed -n 's/^\([a-z-]*\): *## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 serve:    ## build, install and serve; MODEL= PORT=8000 KV=int4_kivi ARGS= VARIANT=cpu|cuda
+	@:$(if $(strip $(inherited)),$(info s4kv: from the environment: $(strip $(inherited))))
 	@$(PYTHON) build/serve.py --port '$(PORT)' --kv '$(KV)' $(if $(MODEL),--model '$(MODEL)') $(variant)
 
 install:  ## build if an input changed, and install into .venv; VARIANT=
@@ -48,13 +54,24 @@ fetch:    ## get the pinned files through pip's index, verify and cache them
 	@$(PYTHON) build/fetch.py
 
 apply:    ## lay the patched vLLM checkout in vllm/src, one commit a patch; FORCE=1 drops edits
-	@$(PYTHON) build/apply.py $(if $(FORCE),--force)
+	@$(PYTHON) build/apply.py $(force)
 
 refresh:  ## write the commits of vllm/src back to patches/
 	@$(PYTHON) build/refresh.py
 
+release:  ## release/VERSION: wheels built twice, hashes, SBOM, an index; VERSION=0.25.1+s4kv.1
+	@$(PYTHON) build/release.py '$(or $(VERSION),$(error make release VERSION=0.25.1+s4kv.1))' $(variant) \
+	  $(if $(AGAINST),--against '$(AGAINST)')
+
+rebase:   ## move the series to another vLLM on a branch, with a report; TO= REPORT=1 NOTESTS=1 FORCE=1
+	@$(PYTHON) build/rebase.py $(or $(TO),$(error make rebase TO=0.26.0)) \
+	  $(if $(REPORT),--report) $(if $(NOTESTS),--no-tests) $(force)
+
 verify:   ## prove that the series is sound: applies, is complete, says why and until when
 	@$(PYTHON) build/verify.py
 
-clean:    ## remove what was built; the cache and .venv stay
-	rm -rf build-tree dist s4kv_ext/*.so
+docs:     ## site/: the documentation as web pages, every link checked
+	@$(PYTHON) build/docs.py
+
+clean:    ## remove what was built; the cache, .venv, release/ and rebase/ stay
+	rm -rf build-tree dist site s4kv_ext/*.so

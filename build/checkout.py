@@ -8,10 +8,10 @@ import tempfile
 from hashlib import sha256
 from pathlib import Path
 
-from common import PATCHES, PIN, SRC, TREE, Stop, git, pins
+from common import PATCHES, PIN, SRC, TREE, Pins, Stop, git, pins
 from fetch import fetch
 
-KEPT = ("vllm", "tests", "pyproject.toml", "LICENSE")  # of the source archive
+KEPT = ("vllm", "tests", "requirements", "pyproject.toml", "LICENSE")  # of the source archive
 EPOCH = "2026-01-01T00:00:00+00:00"  # any fixed time: commits must not depend on the clock
 WHO = {
     "GIT_AUTHOR_NAME": "s4kv-vllm",
@@ -36,15 +36,15 @@ def series() -> list[str]:
 
 def series_digest() -> str:
     """Of all that the checkout is made from."""
-    h = sha256(PIN.read_bytes())
+    h = sha256(repr(KEPT).encode() + PIN.read_bytes())
     for name in series():
         h.update(name.encode() + b"\0" + (PATCHES / name).read_bytes())
     return h.hexdigest()
 
 
-def unpack(archive: Path, into: Path) -> None:
+def unpack(archive: Path, into: Path, version: str) -> None:
     """The pristine source: what we patch and the suites that come with it."""
-    top = f"vllm-{pins().version}/"
+    top = f"vllm-{version}/"
     with tarfile.open(archive) as tar:
         for member in tar:
             name = member.name.removeprefix(top)
@@ -53,9 +53,10 @@ def unpack(archive: Path, into: Path) -> None:
                 tar.extract(member, into, filter="data")
 
 
-def make(into: Path, *, names: list[str] | None = None) -> None:
+def make(into: Path, *, names: list[str] | None = None, p: Pins | None = None) -> None:
     """A fresh checkout in the empty folder `into`: one commit for vLLM, one for each patch."""
-    unpack(fetch(pins().files["source"]), into)
+    p = p or pins()
+    unpack(fetch(p.files["source"]), into, p.version)
     git("init", "-q", "-b", "s4kv", cwd=into)
     for key, value in (
         ("core.autocrlf", "false"),
@@ -66,7 +67,7 @@ def make(into: Path, *, names: list[str] | None = None) -> None:
         git("config", key, value, cwd=into)
     (into / ".git" / "info" / "exclude").write_text("__pycache__/\n*.pyc\n.pytest_cache/\n")
     git("add", "-A", "-f", cwd=into)
-    git("commit", "-q", "-m", f"vllm {pins().version}", cwd=into, **WHO)
+    git("commit", "-q", "-m", f"vllm {p.version}", cwd=into, **WHO)
     git("tag", "pristine", cwd=into)
     for name in series() if names is None else names:
         try:
@@ -81,7 +82,7 @@ def make(into: Path, *, names: list[str] | None = None) -> None:
                 },
             )
         except Stop as e:
-            raise Stop(f"{name} does not apply to the pristine vllm {pins().version}: {e}") from e
+            raise Stop(f"{name} does not apply to the pristine vllm {p.version}: {e}") from e
 
 
 def export(src: Path, into: Path) -> list[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from email.parser import HeaderParser
+from functools import cache
 
-from common import ROOT, Pins
+from common import ROOT, SRC, Pins
 
 PYTHON_TAG = "cp38-abi3"
 OURS = "s4kv.{revision}"
 SUMMARY = "vLLM {version} with --kv-cache-dtype int4_kivi: three times the tokens in the KV cache"
-# The CPU wheel leaves torch's companions open; the newest do not load with the torch it needs.
-CPU_PINS = {"torch": "2.11.0", "torchaudio": "2.11.0", "torchvision": "0.26.0"}
 ENTRY_POINTS = {
     "[console_scripts]": "s4kv = s4kv_ext.cli:main",
     "[vllm.general_plugins]": "s4kv_install_check = s4kv_ext.install_check:plugin",
@@ -39,11 +38,19 @@ def requirement_name(requirement: str) -> str:
     return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower()
 
 
+@cache
+def torch_pins() -> dict[str, str]:
+    """torch and its companions as upstream pins them for CUDA, by name.
+
+    The CPU wheel leaves the companions open; the newest do not load with the torch it needs.
+    """
+    lines = (SRC / "requirements" / "cuda.txt").read_text().splitlines()
+    found = (re.match(r"((torch|torchaudio|torchvision)==[\w.]+)", line) for line in lines)
+    return {m[2]: m[1] for m in found if m}
+
+
 def pin_cpu(requirement: str) -> str:
-    name = requirement_name(requirement)
-    if name not in CPU_PINS:
-        return requirement
-    return f"{name}=={CPU_PINS[name]}"
+    return torch_pins().get(requirement_name(requirement), requirement)
 
 
 def requirements(upstream: str, variant: str) -> list[str]:

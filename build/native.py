@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
 import env
-from common import ROOT, TREE, Stop, say
+from common import ROOT, TREE, Stop, cache_dir, locked, say
 
 CSRC = ROOT / "s4kv_ext" / "csrc"
 CUDA = "/usr/local/cuda/bin"  # where the toolkit's own installer puts nvcc
@@ -70,29 +72,63 @@ def build(variant: str, torch: str) -> Path:
         return out
     options = compilers(variant)
     say(f"compiling the {variant} kernels" + (" (a minute)" if variant == "cuda" else ""))
-    folder = TREE / variant
-    shutil.rmtree(folder, ignore_errors=True)
+    with fixed_folder(sources_digest(variant)) as folder:
+        made = compile_in(folder, variant, options, torch)
+        part = out.with_suffix(".part")
+        shutil.copyfile(made, part)
+    part.replace(out)
+    stamp.write_text(wanted)
+    return out
+
+
+@contextmanager
+def fixed_folder(digest: str) -> Iterator[Path]:
+    """Of one name on every machine, for nvcc puts a hash of a source's path into symbols."""
+    place = Path("/tmp") / f"s4kv-{digest[:16]}"
+    with locked(cache_dir() / ".native.lock"):
+        if place.is_dir() and not place.is_symlink() and place.stat().st_uid == os.getuid():
+            shutil.rmtree(place)  # of a build that was ended
+        try:
+            place.mkdir(mode=0o700)
+        except FileExistsError:
+            raise Stop(f"{place} is somebody else's: wait for their build, or remove it") from None
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def compile_in(folder: Path, variant: str, options: list[str], torch: str) -> Path:
+    """The library, from a copy of the sources in `folder`."""
+    shutil.copytree(CSRC, folder / "csrc")
+    source, build = folder / SOURCES[variant].relative_to(CSRC.parent), folder / "build"
     tools = env.tools()
     python = torch_python(torch)
     torch_dir = next(path for path in (python.parent.parent / "lib").glob("*/site-packages/torch"))
+    torch_dir = torch_dir.resolve()  # as the compiler names it, so that it can leave the path out
+    # Nothing of this machine in the library: same inputs, same bytes.
+    pairs = ((folder, "."), (torch_dir, "torch"))
+    maps = [f"-ffile-prefix-map={path}={short}" for path, short in pairs]
+    flags = {"CXX": " ".join(maps)}
+    if variant == "cuda":
+        flags["CUDA"] = " ".join(f"-Xcompiler={m}" for m in maps)
+        # nvcc names its temporary files in the symbols.
+        options = [*options, "-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--strip-all"]
     env.call(
         [
-            *(tools / "cmake", "-S", SOURCES[variant], "-B", folder, "-G", "Ninja"),
+            *(tools / "cmake", "-S", source, "-B", build, "-G", "Ninja"),
             f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}",
             *options,
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DTORCH_DIR={torch_dir}",
-            # No path of this machine in the library: same inputs, same bytes.
-            f"-DCMAKE_CXX_FLAGS=-ffile-prefix-map={ROOT}=. -ffile-prefix-map={folder}=.",
+            *(f"-DCMAKE_{language}_FLAGS={value}" for language, value in flags.items()),
             "--log-level=WARNING",
         ]
     )
-    env.call([tools / "cmake", "--build", folder])
-    made = next(iter(folder.rglob(name)), None)
+    env.call([tools / "cmake", "--build", build])
+    made = next(iter(build.rglob(f"libs4kv_{variant}.so")), None)
     if made is None:
-        raise Stop(f"the build of {SOURCES[variant].relative_to(ROOT)} made no {name}")
-    part = out.with_suffix(".part")
-    shutil.copyfile(made, part)
-    part.replace(out)
-    stamp.write_text(wanted)
-    return out
+        raise Stop(
+            f"the build of {SOURCES[variant].relative_to(ROOT)} made no libs4kv_{variant}.so"
+        )
+    return made

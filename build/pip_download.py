@@ -1,6 +1,7 @@
-"""Download one file of one project through pip's own finder and session.
+"""Download one file of one project, or list its files, through pip's own finder and session.
 
-Run by fetch.py with an interpreter that has pip: PROJECT FILE PART. `pip download` would do for
+Run by fetch.py and releases.py with an interpreter that has pip: PROJECT FILE PART downloads,
+PROJECT alone prints each file and its sha256, as the index gives it. `pip download` would do for
 wheels of this platform only, and for a source archive it runs the project's build backend; the
 finder and the session beneath it give the link and the bytes alone, with every setting of pip
 (index, find-links, proxy, certificate, login) in force. Tried with pip 22.3 to 26.
@@ -20,14 +21,14 @@ ATTEMPTS = 5
 
 
 class AnyFile:
-    """Stands in for pip's link evaluator: the wanted file, whatever its tags and platform."""
+    """Stands in for pip's link evaluator: the wanted file, or all, whatever tags and platform."""
 
-    def __init__(self, project: str, wanted: str, found: object, skipped: object) -> None:
+    def __init__(self, project: str, wanted: str | None, found: object, skipped: object) -> None:
         self.project_name = project
         self.wanted, self.found, self.skipped = wanted, found, skipped
 
     def evaluate_link(self, link):
-        if link.filename == self.wanted:
+        if self.wanted in (None, link.filename):
             return self.found, "0"
         return self.skipped, "not the wanted file"
 
@@ -102,7 +103,7 @@ def download(session, url: str, name: str, part: Path) -> None:
         raise ConnectionError(f"the connection closed after {bar.done} of {bar.total} bytes")
 
 
-def run(project: str, wanted: str, part: Path) -> None:
+def run(project: str, wanted: str | None = None, part: Path | None = None) -> None:
     heard: list[str] = []
 
     class Ear(logging.Handler):  # pip's warnings are of use only where nothing was found
@@ -125,8 +126,14 @@ def run(project: str, wanted: str, part: Path) -> None:
             links = [c.link for c in finder.find_all_candidates(project)]
             if not links:
                 why = f" ({reason(heard[-1])})" if heard else ""
-                raise SystemExit(f"s4kv: error: pip's index has no {project} file {wanted}{why}")
-            fetch_any(session, links, wanted, part)
+                what = f"file {wanted}" if wanted else "files"
+                raise SystemExit(f"s4kv: error: pip's index has no {project} {what}{why}")
+            if wanted is None or part is None:
+                for link in links:
+                    digest = link.hash if link.hash_name == "sha256" else ""
+                    print(link.filename, digest, flush=True)
+            else:
+                fetch_any(session, links, wanted, part)
     except (ImportError, AttributeError, TypeError) as e:
         import pip
 
@@ -154,7 +161,10 @@ def fetch_any(session, links, wanted: str, part: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        run(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+        if len(sys.argv) == 2:
+            run(sys.argv[1])
+        else:
+            run(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         sys.exit(130)

