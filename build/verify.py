@@ -77,10 +77,8 @@ def verify() -> None:
         raise Stop("\n  ".join(["the patch series is not sound:", *wrong]))
     say(f"{len(own)} patches are sound: {added} lines added in {files} upstream files")
     if fixes:
-        n = sum(map(added_lines, fixes))
-        say(
-            f"{len(fixes)} fixes of vLLM's own: {n} lines added in {len(touched_files(fixes))} files"
-        )
+        added, files = sum(map(added_lines, fixes)), len(touched_files(fixes))
+        say(f"{len(fixes)} fixes of vLLM's own: {added} lines added in {files} upstream files")
 
 
 def run() -> None:

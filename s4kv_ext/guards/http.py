@@ -53,7 +53,9 @@ async def answer(scope: Scope, error: Exception) -> Any:
     from vllm.entrypoints.serve.utils.server_utils import exception_handler
     from vllm.logger import init_logger
 
-    init_logger("vllm.s4kv_ext").error(
-        "an error that nobody caught, %s %.200s", scope["method"], scope["path"], exc_info=error
-    )
-    return await exception_handler(Request(scope), error)
+    response = await exception_handler(Request(scope), error)
+    if response.status_code >= 500:
+        init_logger("vllm.s4kv_ext").error(
+            "an error that nobody caught, %s %.200s", scope["method"], scope["path"], exc_info=error
+        )
+    return response
