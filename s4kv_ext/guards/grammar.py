@@ -52,8 +52,8 @@ def failed(error: Exception) -> StructuredOutputGrammar:
 def sound(
     grammar: StructuredOutputGrammar, backend: StructuredOutputBackend
 ) -> StructuredOutputGrammar:
-    """Raise ValueError for a grammar that compiles and allows nothing, as left recursion and circular
-    references do: the answer would be an empty text or an internal error."""
+    """Raise ValueError for a grammar that compiles and allows nothing, as left recursion and
+    circular references do: the answer would be an empty text or an internal error."""
     if not grammar.is_terminated():
         mask = backend.allocate_token_bitmask(1)
         grammar.fill_bitmask(mask, 0)
