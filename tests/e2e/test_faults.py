@@ -100,6 +100,7 @@ REFUSED = {
     "left recursion": {"structured_outputs": {"grammar": 'root ::= root "a"'}},
     "unknown type": schema({"type": "nope", "required": ["a"]}),
     "unknown reference": schema({"$ref": "#/nowhere"}),
+    "a bound of 41 digits": schema({"type": "integer", "maximum": 10**40}),
     "bad pattern": schema({"type": "string", "pattern": "("}),
     "bad pattern of a property": schema({"type": "object", "patternProperties": {"(": {}}}),
     "too deep": schema(nested(200)),
@@ -115,7 +116,6 @@ SERVED = {  # by guidance, where xgrammar cannot
     "NUL in a regex": {"structured_outputs": {"regex": "a\0b"}},
     "a quote in a choice": {"structured_outputs": {"choice": ['"', "\n"]}},
     "a rule twice": {"structured_outputs": {"grammar": 'root ::= "a"\nroot ::= "b"'}},
-    "a bound of 41 digits": schema({"type": "integer", "maximum": 10**40}),
     "empty alternative": {"structured_outputs": {"regex": "^(|.*)$"}},
 }
 
@@ -296,7 +296,8 @@ def test_nothing_is_left_of_all_that(target):
         values = [float(x.split()[-1]) for x in text.splitlines() if x.startswith(f"vllm:{name}{{")]
         assert values and not any(values), name
     traces = target.log.read_text().count("Traceback (most recent call last)")
-    assert traces <= 4, traces  # three as asked, and vLLM's own of a conversation without messages
+    # Three as asked, and vLLM's own of a conversation without messages and of the stream.
+    assert traces <= 5, traces
 
 
 def family(server: Server) -> list[psutil.Process]:
@@ -354,7 +355,7 @@ def test_sigkill_of_the_server_ends_all(start):
     """While the model loads, the widest window: nothing has its handlers yet."""
     s = start()
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         while not any("Worker" in p.name() for p in family(s)):
             assert s.process.poll() is None and time.monotonic() < end, s.log.read_text()[-2000:]
             time.sleep(0.2)
