@@ -49,6 +49,12 @@ def failed(error: Exception) -> StructuredOutputGrammar:
     return grammar
 
 
+def error_of(grammar: object) -> str | None:
+    """What is wrong with a grammar that failed; None of one that did not."""
+    error = getattr(grammar, "error", None)
+    return error if isinstance(error, str) else None
+
+
 def sound(
     grammar: StructuredOutputGrammar, backend: StructuredOutputBackend
 ) -> StructuredOutputGrammar:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import orphan
 import pytest
@@ -92,7 +93,8 @@ def test_a_failed_grammar_asks_nothing_and_refuses_everything():
     assert (mask[1] == -1).all() and not mask[0].any()
     assert failed.is_terminated() and not failed.accept_tokens("r", [1])
     assert failed.validate_tokens([1, 2]) == []
-    output = SimpleNamespace(finish_reason="error", stop_reason=failed.error)
+    assert grammar.error_of(Mock()) is grammar.error_of(None) is None
+    output = SimpleNamespace(finish_reason="error", stop_reason=grammar.error_of(failed))
     with pytest.raises(VLLMValidationError, match="no such rule"):
         grammar.raise_if_failed(SimpleNamespace(outputs=[output]))
     for other in (None, 5, "stop"):
