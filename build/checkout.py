@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tarfile
 import tempfile
@@ -21,6 +22,8 @@ WHO = {
     "GIT_COMMITTER_EMAIL": "s4kv-vllm@localhost",
     "GIT_COMMITTER_DATE": EPOCH,
 }
+FIXES = "fixes"  # the folder in patches/ of what mends a fault of vLLM's own
+MENDS = re.compile(r"^Upstream: \S", re.M)  # the line of its message that says so
 APPLIED = "s4kv-applied"  # in .git: the series and the commit that the last apply or refresh saw
 
 
@@ -85,6 +88,16 @@ def make(into: Path, *, names: list[str] | None = None, p: Pins | None = None) -
             raise Stop(f"{name} does not apply to the pristine vllm {p.version}: {e}") from e
 
 
+def message(patch: Path) -> str:
+    """The commit message: all before the diff."""
+    return re.split(r"^diff --git ", patch.read_text(), maxsplit=1, flags=re.M)[0]
+
+
+def patch_files() -> list[str]:
+    """What lies in patches/, as the series names it."""
+    return sorted(p.relative_to(PATCHES).as_posix() for p in PATCHES.rglob("*.patch"))
+
+
 def export(src: Path, into: Path) -> list[str]:
     """Write the commits above `pristine` as patches into `into`; their names in order."""
     git(
@@ -93,7 +106,16 @@ def export(src: Path, into: Path) -> list[str]:
         *("--filename-max-length=64", "-o", str(into), "pristine..HEAD"),
         cwd=src,
     )
-    return sorted(p.name for p in into.glob("*.patch"))
+    names: list[str] = []
+    for path in sorted(into.glob("*.patch")):
+        folder = f"{FIXES}/" if MENDS.search(message(path)) else ""
+        # Numbered in its folder, so that a patch more in the one renames none in the other.
+        number = 1 + sum(n.startswith(f"{FIXES}/") == bool(folder) for n in names)
+        name = f"{folder}{number:04}{path.name[4:]}"
+        (into / name).parent.mkdir(exist_ok=True)
+        path.rename(into / name)
+        names.append(name)
+    return names
 
 
 def head(src: Path = SRC) -> str:

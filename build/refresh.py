@@ -20,7 +20,7 @@ from common import PATCHES, SRC, Stop, git, main, say
 
 def differences(fresh: Path, names: list[str]) -> list[str]:
     """Names in which patches/ differs from a fresh export."""
-    old = sorted(p.name for p in PATCHES.glob("*.patch"))
+    old = checkout.patch_files()
     changed = [
         n for n in names if n not in old or (PATCHES / n).read_bytes() != (fresh / n).read_bytes()
     ]
@@ -41,11 +41,12 @@ def refresh(*, check: bool = False) -> int:
             say(f"differ: {', '.join(changed)}" if changed else "patches/ is up to date")
             return 1 if changed else 0
         PATCHES.mkdir(exist_ok=True)
-        for old in PATCHES.glob("*.patch"):
-            if old.name not in names:
-                old.unlink()
+        for old in checkout.patch_files():
+            if old not in names:
+                (PATCHES / old).unlink()
         for name in names:
             if name in changed:
+                (PATCHES / name).parent.mkdir(exist_ok=True)
                 (PATCHES / name).write_bytes((fresh / name).read_bytes())
         (PATCHES / "series").write_text("".join(f"{n}\n" for n in names))
     checkout.note_applied()

@@ -232,16 +232,14 @@ def test_only_accepted_drafts_are_sealed(page_tokens, asynchronous, drafts):
     assert not engine.leaked()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="vLLM caches a block when it schedules it, and leaves it cached if a later request of "
-    "the same pass preempts the first (vllm-project/vllm#57580, #41400): any KV cache dtype",
-)
-def test_preempted_by_priority_after_it_was_scheduled():
-    for pages in range(25, 40):
+@PAGE_TOKENS
+def test_preempted_by_priority_after_it_was_scheduled(page_tokens):
+    """What such a request was to compute in that step leaves the prefix cache."""
+    for pages in range(25, 56):
         engine = Engine(
-            Settings(16, 320, pages, 256, long_prefill_token_threshold=50, policy="priority")
+            Settings(
+                page_tokens, 320, pages, 256, long_prefill_token_threshold=50, policy="priority"
+            )
         )
         engine.add(prompt(147, first=7), max_tokens=20)
         engine.add(prompt(155), max_tokens=100, priority=2)

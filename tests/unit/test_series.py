@@ -116,3 +116,36 @@ def test_thin(project: Project) -> None:
     project.git("commit", "-qam", MESSAGE)
     project.good("refresh")
     assert "the patches add 200 lines, 150 are allowed" in project.bad("verify")
+
+
+FIX = MESSAGE + "Upstream: none yet.\n"
+
+
+def test_a_fix_of_upstream_lies_apart_and_does_not_count(project: Project) -> None:
+    project.change(5, FIX)
+    project.change(30)
+    project.change(35, FIX)
+    project.good("refresh")
+    names = (project.patches / "series").read_text().split()
+    assert names == [
+        "fixes/0001-Change-a-line.patch",
+        "0001-Change-a-line.patch",
+        "fixes/0002-Change-a-line.patch",
+    ]
+    said = project.good("verify")
+    assert "1 patches are sound: 1 lines added in 1 upstream files" in said
+    assert "2 fixes of vLLM's own: 2 lines added in 1 upstream files" in said
+    project.good("apply", "--force")
+    assert "up to date" in project.good("refresh")
+    project.git("reset", "-q", "--hard", "HEAD~")
+    project.good("refresh")
+    assert not (project.patches / names[2]).exists()
+
+
+def test_a_thick_fix(project: Project) -> None:
+    (project.src / "vllm" / "a.py").write_text(LINES + "more\n" * 41)
+    project.git("commit", "-qam", FIX)
+    project.good("refresh")
+    assert "adds 41 lines, a fix may add 40" in project.bad("verify")
+    shutil.copy(next(project.patches.glob("fixes/*")), project.patches / "fixes" / "0009-x.patch")
+    assert "fixes/0009-x.patch is not in the series" in project.bad("verify")

@@ -1,0 +1,61 @@
+"""The outermost middleware of the API server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from s4kv_ext.guards.requests import bounded_id
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+ID_HEADER = b"x-request-id"
+
+
+class Guard:
+    """Bounds the request id of the header, and answers what nobody caught.
+
+    Starlette answers such an exception and then raises it again; the HTTP server closes the
+    connection, on which the client's next request may be under way already.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return await self.app(scope, receive, send)
+        scope["headers"] = [
+            (name, bounded_id(value.decode("latin-1")).encode() if name == ID_HEADER else value)
+            for name, value in scope["headers"]
+        ]
+        if scope["type"] == "websocket":
+            return await self.app(scope, receive, send)
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sending)
+        except Exception as error:
+            if started:
+                raise
+            response = await answer(scope, error)
+            await response(scope, receive, send)
+        return None
+
+
+async def answer(scope: Scope, error: Exception) -> Any:
+    from starlette.requests import Request
+    from vllm.entrypoints.serve.utils.server_utils import exception_handler
+    from vllm.logger import init_logger
+
+    response = await exception_handler(Request(scope), error)
+    if response.status_code >= 500:
+        init_logger("vllm.s4kv_ext").error(
+            "an error that nobody caught, %s %.200s", scope["method"], scope["path"], exc_info=error
+        )
+    return response

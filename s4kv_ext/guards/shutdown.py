@@ -1,0 +1,28 @@
+"""A server that is told to stop ends its streams and then itself."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import uvicorn
+
+GRACE = 5  # seconds in which open connections may send what they still have
+
+
+def end_requests(engine_client: Any, server: uvicorn.Server) -> None:
+    """Called when the engine has ended. What waits for its tokens gets an error (503, or the last
+    event of a stream), and a client that does not read cannot hold the process."""
+    from vllm.entrypoints.openai.engine.protocol import GenerationError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    class Stopping(EngineDeadError, GenerationError):
+        def __init__(self) -> None:
+            Exception.__init__(self, "the server is shutting down")
+            self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+
+    if server.config.timeout_graceful_shutdown is None:
+        server.config.timeout_graceful_shutdown = GRACE
+    if processor := getattr(engine_client, "output_processor", None):
+        processor.propagate_error(Stopping())

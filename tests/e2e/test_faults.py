@@ -1,0 +1,368 @@
+"""What one request or one signal did to vLLM 0.25.1, tried from outside; docs/faults.md lists it.
+
+The tests share one server, in this order; the last but one stops it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+from conftest import Server
+
+KEY = {"Authorization": "Bearer sesame"}
+CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+PROMPT = {"model": "smollm2", "prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
+HALF = "half an emoji \ud83d"
+POST = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize"),
+    *("/v1/messages/count_tokens", "/v1/chat/completions/batch", "/v1/chat/completions/render"),
+    *("/v1/completions/render", "/detokenize", "/invocations", "/generative_scoring"),
+    *("/inference/v1/generate", "/scale_elastic_ep", "/v1/chat/completions/derender"),
+)
+
+
+@pytest.fixture(scope="module")
+def start(model_path, tmp_path_factory):
+    def start(*options: str) -> Server:
+        return Server(
+            model_path(),
+            tmp_path_factory.mktemp("faults") / "log",
+            *("--served-model-name", "smollm2", "--dtype", "float32", "--enforce-eager"),
+            *("--kv-cache-dtype", "int4_kivi", "--max-model-len", "4096"),
+            *("--kv-cache-memory-bytes", str(256 << 20), "--api-key", "sesame", *options),
+        )
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def target(start) -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as env:
+        env.setenv("PYTHONPATH", str(Path(__file__).parent))
+        s = start(
+            *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+            *("--enable-request-id-headers", "--middleware", "failing_middleware.fail"),
+        )
+    try:
+        s.wait()
+        yield s
+    finally:
+        s.stop()
+
+
+def post(server: Server, path: str, body: Any, **headers: str) -> requests.Response:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return requests.post(
+        server.url + path,
+        data=data,
+        headers=KEY | {"Content-Type": "application/json"} | headers,
+        timeout=120,
+    )
+
+
+def error(r: requests.Response) -> dict[str, Any]:
+    """The error object of an answer."""
+    assert r.status_code == 400, r.text[:500]
+    e = r.json()["error"]
+    assert e["message"]
+    return e
+
+
+def schema(value: Any) -> dict[str, Any]:
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
+    }
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        value = {"type": "array", "items": value}
+    return value
+
+
+CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+REFUSED = {
+    "self-reference": schema({"$ref": "#"}),
+    "circle": schema(CIRCLE),
+    "self-reference in an alternative": schema({"anyOf": [{"$ref": "#"}]}),
+    "left recursion": {"structured_outputs": {"grammar": 'root ::= root "a"'}},
+    "unknown type": schema({"type": "nope", "required": ["a"]}),
+    "unknown reference": schema({"$ref": "#/nowhere"}),
+    "a bound of 41 digits": schema({"type": "integer", "maximum": 10**40}),
+    "bad pattern": schema({"type": "string", "pattern": "("}),
+    "bad pattern of a property": schema({"type": "object", "patternProperties": {"(": {}}}),
+    "too deep": schema(nested(200)),
+    "bad regex": {"structured_outputs": {"regex": "("}},
+    "bad grammar": {"structured_outputs": {"grammar": "root ::= nope"}},
+    "incomplete tag": {
+        "structured_outputs": {"structural_tag": '{"structures": [{}], "triggers": ["a"]}'}
+    },
+    "deep text": {"structured_outputs": {"json": '{"items":' * 5000 + "{}" + "}" * 5000}},
+}
+SERVED = {  # by guidance, where xgrammar cannot
+    "NUL in a choice": {"structured_outputs": {"choice": ["a\0b"]}},
+    "NUL in a regex": {"structured_outputs": {"regex": "a\0b"}},
+    "a quote in a choice": {"structured_outputs": {"choice": ['"', "\n"]}},
+    "a rule twice": {"structured_outputs": {"grammar": 'root ::= "a"\nroot ::= "b"'}},
+    "empty alternative": {"structured_outputs": {"regex": "^(|.*)$"}},
+}
+
+
+def test_a_grammar_ends_its_own_request(target):
+    """After a good one has chosen xgrammar, while eight others stream."""
+    good = schema({"type": "object", "properties": {"a": {"type": "integer"}}})
+    assert post(target, "/v1/chat/completions", CHAT | good).status_code == 200
+    alone = post(target, "/v1/completions", PROMPT | {"max_tokens": 150}).json()
+    with ThreadPoolExecutor(8) as pool:
+        others = [
+            pool.submit(post, target, "/v1/completions", PROMPT | {"max_tokens": 150})
+            for _ in range(8)
+        ]
+        for name, body in REFUSED.items():
+            answer = post(target, "/v1/chat/completions", CHAT | body)
+            assert answer.status_code == 400, (name, answer.text[:300])
+            assert error(answer)["message"], name
+        for name, body in SERVED.items():
+            answer = post(target, "/v1/chat/completions", CHAT | body)
+            assert answer.status_code == 200, (name, answer.text[:300])
+        texts = [o.result().json()["choices"][0] for o in others]
+    assert {t["finish_reason"] for t in texts} == {"length"}
+    # Near-ties may differ with the batch, whole texts may not.
+    assert all(t["text"][:20] == alone["choices"][0]["text"][:20] for t in texts)
+
+
+def test_a_stream_tells_that_its_grammar_failed(target):
+    answer = post(target, "/v1/chat/completions", CHAT | schema(CIRCLE) | {"stream": True})
+    events = [x for x in answer.text.splitlines() if x.startswith("data: {")]
+    assert answer.status_code == 400 or json.loads(events[-1][6:])["error"]["code"] == 400
+
+
+@pytest.mark.parametrize(
+    "body", [b"[]", b'"x"', b"123", b"true", b"null", b"NaN", b"", b"{", b"\xff"]
+)
+def test_a_body_that_is_no_object(target, body):
+    for path in POST:
+        assert post(target, path, body).status_code in (400, 415, 422), path
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "nope", "required": ["a"]}},
+}
+CLIENT_ERRORS = {
+    "top_k": ("/v1/chat/completions", CHAT | {"top_k": 2**70}),
+    "stop_token_ids": ("/v1/completions", PROMPT | {"stop_token_ids": [2**70]}),
+    "vllm_xargs": ("/v1/completions", PROMPT | {"vllm_xargs": {"a": 2**70}}),
+    "repetition_detection": (
+        "/v1/completions",
+        PROMPT | {"repetition_detection": {"max_pattern_size": 5, "min_count": 2**70}},
+    ),
+    "bad_words": ("/v1/chat/completions", CHAT | {"bad_words": ["\ud83d"]}),
+    "tool": ("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}),
+    "responses": ("/v1/responses", {"model": "smollm2", "input": "Hi", "top_k": 2**70}),
+    "generate": (
+        "/inference/v1/generate",
+        {"token_ids": [1], "sampling_params": {"max_tokens": 2, "top_k": 2**70}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLIENT_ERRORS)
+def test_the_client_is_told_which_field(target, name):
+    answer = error(post(target, *CLIENT_ERRORS[name]))
+    told = f"{answer['param']} {answer['message']}"
+    if name in CLIENT_ERRORS[name][1]:
+        field = {"vllm_xargs": "extra_args", "bad_words": "input"}.get(name, name)
+        assert field in told.lower(), told
+
+
+USER = [{"role": "user", "content": HALF}]
+OTHER = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/messages", {"max_tokens": 3, "messages": USER}),
+        ("/v1/messages", {"max_tokens": 3, "messages": USER, "stream": True}),
+        ("/v1/messages", {"max_tokens": 3, "messages": OTHER, "system": HALF}),
+        ("/v1/messages", {"max_tokens": 3, "messages": []}),
+        ("/v1/messages", {"max_tokens": 3, "messages": OTHER, "top_k": 2**70}),
+        ("/v1/messages/count_tokens", {"messages": USER}),
+        ("/v1/chat/completions", {"messages": USER}),
+        ("/v1/completions", {"prompt": HALF}),
+        ("/v1/completions/render", {"prompt": HALF}),
+        ("/v1/responses", {"input": HALF}),
+        ("/tokenize", {"prompt": HALF}),
+    ],
+)
+def test_half_an_emoji_and_its_kin(target, path, body):
+    answer = post(target, path, {"model": "smollm2"} | body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_errors_do_not_grow(target):
+    """Neither with the number of alternatives nor with what was sent."""
+    body = {"model": "smollm2", "max_output_tokens": 3, "input": [{}]}
+    assert len(post(target, "/v1/responses", body).content) < 4096
+    body["input"] = [{"role": 1, "content": "x" * 1_000_000}]
+    assert len(post(target, "/v1/responses", body).content) < 4096
+    assert (
+        len(post(target, "/v1/chat/completions", CHAT | {"model": "m" * 1_000_000}).content) < 4096
+    )
+    before = target.log.stat().st_size
+    assert post(target, "/v1/chat/completions", CHAT | {"stop": [1] * 100_000}).status_code == 400
+    assert target.log.stat().st_size - before < 4096
+
+
+def test_request_ids_are_bounded(target):
+    long = "id-" + "x" * 60_000
+    for headers, body in (
+        ({"X-Request-Id": long}, {}),
+        ({}, {"request_id": long}),
+        ({}, {"request_id": "a\n\x1b[31mb\ud83d"}),
+    ):
+        before = target.log.stat().st_size
+        answer = post(target, "/v1/chat/completions", CHAT | body | {"stream": True}, **headers)
+        assert answer.status_code == 200
+        assert len(answer.content) + sum(map(len, answer.headers.values())) < 4096
+        assert "\x1b" not in target.log.read_text()[before:]
+        assert target.log.stat().st_size - before < 4096
+        body = {"model": "smollm2", "input": "Hi", "max_output_tokens": 1} | body
+        assert len(post(target, "/v1/responses", body, **headers).json()["id"]) < 150
+    answer = post(target, "/v1/chat/completions", CHAT, **{"X-Request-Id": "trace-7"})
+    assert answer.json()["id"] == "chatcmpl-trace-7"
+    assert answer.headers["X-Request-Id"] == "trace-7"
+
+
+def test_the_connection_outlives_an_unexpected_error(target):
+    connection = http.client.HTTPConnection("127.0.0.1", target.port, timeout=60)
+    for _ in range(3):
+        connection.request("GET", "/v1/models", headers=KEY | {"X-Fail": "1"})
+        socket = connection.sock
+        failed = connection.getresponse()
+        assert failed.status == 500
+        assert json.loads(failed.read())["error"]["message"] == "as asked"
+        connection.request("GET", "/v1/models", headers=KEY)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        answer.read()
+        assert connection.sock is socket
+    connection.close()
+
+
+def test_every_path_asks_for_the_key(target):
+    paths = requests.get(f"{target.url}/openapi.json", headers=KEY, timeout=30).json()["paths"]
+    assert {"/invocations", "/tokenize", "/v1/completions", "/version"} <= set(paths)
+    also = ("/docs", "/redoc", "/openapi.json", "/metrics", "/metrics/", "/v1/", "//v1/models")
+    for key in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
+        for path in (
+            *paths,
+            *also,
+            *map(str.upper, paths),
+            "/health/",
+            "/healthx",
+            "/health/../docs",
+        ):
+            if path in ("/health", "/ping"):
+                continue
+            for method in ("GET", "POST"):
+                r = requests.request(
+                    method, target.url + path, headers=key, allow_redirects=False, timeout=30
+                )
+                assert r.status_code == 401, (method, path, key)
+    assert requests.get(f"{target.url}/health", timeout=30).status_code == 200
+    assert requests.get(f"{target.url}/ping", timeout=30).status_code == 200
+    assert requests.get(f"{target.url}/metrics", headers=KEY, timeout=30).status_code == 200
+
+
+def test_nothing_is_left_of_all_that(target):
+    """No request, no page, no stack trace but the one of the error that nobody expected."""
+    text = requests.get(f"{target.url}/metrics", headers=KEY, timeout=30).text
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        values = [float(x.split()[-1]) for x in text.splitlines() if x.startswith(f"vllm:{name}{{")]
+        assert values and not any(values), name
+    traces = target.log.read_text().count("Traceback (most recent call last)")
+    # Three as asked, and vLLM's own of a conversation without messages and of the stream.
+    assert traces <= 5, traces
+
+
+def family(server: Server) -> list[psutil.Process]:
+    root = psutil.Process(server.process.pid)
+    return [root, *root.children(recursive=True)]
+
+
+def gone(processes: list[psutil.Process], seconds: float) -> list[str]:
+    """What is still there after that time; a zombie is not."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        if not alive:
+            return []
+        time.sleep(0.2)
+    return [p.name() for p in alive]
+
+
+def test_sigterm_ends_streams_and_process(target):
+    """Ten open streams, and an eleventh client that does not read."""
+
+    def read() -> str:
+        r = requests.post(
+            f"{target.url}/v1/completions",
+            json=PROMPT | {"max_tokens": 3000, "stream": True},
+            headers=KEY,
+            stream=True,
+            timeout=60,
+        )
+        text = ""
+        for line in r.iter_lines():
+            text = line.decode() or text
+        return text
+
+    deaf = http.client.HTTPConnection("127.0.0.1", target.port)
+    deaf.request(
+        "POST", "/v1/completions", json.dumps(PROMPT | {"max_tokens": 3000, "stream": True}),
+        KEY | {"Content-Type": "application/json"},
+    )  # fmt: skip
+    everybody = family(target)
+    with ThreadPoolExecutor(10) as pool:
+        streams = [pool.submit(read) for _ in range(10)]
+        time.sleep(3)
+        began = time.monotonic()
+        target.process.send_signal(signal.SIGTERM)
+        last = [s.result(30) for s in streams]
+    assert set(last) == {"data: [DONE]"}
+    assert "the server is shutting down" in deaf.getresponse().read().decode()
+    assert target.process.wait(30) == 0
+    assert not gone(everybody, 10)
+    assert time.monotonic() - began < 30
+
+
+def test_sigkill_of_the_server_ends_all(start):
+    """While the model loads, the widest window: nothing has its handlers yet."""
+    s = start()
+    try:
+        end = time.monotonic() + 300
+        while not any("Worker" in p.name() for p in family(s)):
+            assert s.process.poll() is None and time.monotonic() < end, s.log.read_text()[-2000:]
+            time.sleep(0.2)
+        everybody = family(s)
+        assert len(everybody) >= 3
+        s.process.kill()
+        assert not gone(everybody, 15)
+    finally:
+        if s.process.poll() is None:
+            os.killpg(s.process.pid, signal.SIGKILL)

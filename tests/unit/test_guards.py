@@ -1,0 +1,162 @@
+"""What the fixes of vLLM's own faults call; from outside they are tried in e2e/test_faults.py."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import orphan
+import pytest
+import torch
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+from s4kv_ext.guards import auth, grammar, requests
+
+
+@pytest.mark.parametrize("given", ["trace-7", "a" * 128, "0f8fad5b-d9cb-469f-a165-70867728950e"])
+def test_an_ordinary_id_stays(given):
+    assert requests.bounded_id(given) == given
+
+
+def test_any_id_becomes_short_and_printable():
+    for given in ("x" * 60_000, "a\n\x1b[31mb", "half \ud83d", "ä" * 200, "", " "):
+        bounded = requests.bounded_id(given)
+        assert len(bounded) <= 128 and bounded.isascii() and " " not in bounded
+        assert not given or bounded.isprintable()
+    assert requests.bounded_id("x" * 200 + "a") != requests.bounded_id("x" * 200 + "b")
+
+
+@pytest.mark.parametrize("body, right", [
+    (b"{}", True), (b' \r\n\t{"a": 1}', True), (b"[{}]", False), (b'"{"', False), (b"", False),
+    (b"1", False), (b"\xff{", False),
+])  # fmt: skip
+def test_is_object(body, right):
+    assert requests.is_object(body) is right
+
+
+def test_errors_are_told_without_values():
+    one = {"loc": ("body", "n"), "msg": "should be an integer", "input": "x" * 10**6}
+    assert requests.describe([one]) == "1 validation error: body.n: should be an integer"
+    assert requests.describe(["Only JSON"]) == "1 validation error: Only JSON"
+    many = requests.describe([one | {"msg": "m" * 10**6, "loc": ("l" * 10**6,)}] * 1000)
+    assert len(many) < 3000 and many.endswith("and 995 more")
+    assert len(requests.bounded_text("x" * 10**6)) < 2100
+
+
+@pytest.mark.parametrize(
+    "params, name",
+    [
+        (SamplingParams(top_k=2**70), "top_k"),
+        (SamplingParams(stop_token_ids=[1, 2**64]), "stop_token_ids.1"),
+        (SamplingParams(extra_args={"a": [{"b": -(2**63) - 1}]}), "extra_args.a.0.b"),
+        (SamplingParams(seed=2**63), None),
+    ],
+)
+def test_a_huge_number_is_found(params, name):
+    assert requests.huge_number(params) == name
+    told = requests.refused(OverflowError("too large"), params)
+    assert isinstance(told, ValueError)
+    assert getattr(told, "parameter", None) == name
+
+
+def test_whatever_goes_wrong_names_the_parameter():
+    for wrong in (KeyError("begin"), RecursionError("deep"), ValueError("bad"), RuntimeError()):
+        with pytest.raises(VLLMValidationError) as told, requests.naming("structured_outputs"):
+            raise wrong
+        assert told.value.parameter == "structured_outputs"
+        assert str(told.value)
+
+
+def nested(depth: int) -> dict:
+    return {} if depth == 1 else {"items": nested(depth - 1)}
+
+
+def test_depth():
+    for given in (nested(100), '{"a": [1, {"b": "[[[["}]}', [1], "1"):
+        grammar.check_depth(StructuredOutputsParams(json=given) if isinstance(given, dict | str)
+                            else SimpleNamespace(json=given, structural_tag=None))  # fmt: skip
+    with pytest.raises(ValueError, match="100 levels"):
+        grammar.check_depth(StructuredOutputsParams(json=nested(102)))
+    with pytest.raises(ValueError, match="100 levels"):
+        grammar.check_depth(StructuredOutputsParams(structural_tag="[" * 102 + "]" * 102))
+
+
+def test_a_failed_grammar_asks_nothing_and_refuses_everything():
+    failed = grammar.failed(RuntimeError("no such rule"))
+    mask = torch.zeros(2, 4, dtype=torch.int32)
+    failed.fill_bitmask(mask, 1)
+    assert (mask[1] == -1).all() and not mask[0].any()
+    assert failed.is_terminated() and not failed.accept_tokens("r", [1])
+    assert failed.validate_tokens([1, 2]) == []
+    assert grammar.error_of(Mock()) is grammar.error_of(None) is None
+    output = SimpleNamespace(finish_reason="error", stop_reason=grammar.error_of(failed))
+    with pytest.raises(VLLMValidationError, match="no such rule"):
+        grammar.raise_if_failed(SimpleNamespace(outputs=[output]))
+    for other in (None, 5, "stop"):
+        output.stop_reason = other
+        grammar.raise_if_failed(SimpleNamespace(outputs=[output]))
+
+
+class Allows:
+    """A grammar and its backend: how many words of a mask it fills, and guidance's error."""
+
+    def __init__(self, words: int, error: str | None = None, terminated: bool = False) -> None:
+        self.words, self.is_terminated = words, lambda: terminated
+        if error is not None:
+            self.ll_matcher = SimpleNamespace(get_error=lambda: error)
+
+    def allocate_token_bitmask(self, n: int) -> torch.Tensor:
+        return torch.full((n, 4), -1, dtype=torch.int32)
+
+    def fill_bitmask(self, mask: torch.Tensor, row: int) -> None:
+        mask[row] = 0
+        mask[row, : self.words] = 1
+
+
+def test_a_grammar_that_allows_nothing():
+    for grammar_ in (Allows(1), Allows(1, ""), Allows(0, terminated=True)):
+        assert grammar.sound(grammar_, grammar_) is grammar_
+    for grammar_ in (Allows(0), Allows(1, "NoExtensionBias"), Allows(0, "")):
+        with pytest.raises(ValueError, match="no text"):
+            grammar.sound(grammar_, grammar_)
+
+
+def test_open_paths(monkeypatch):
+    monkeypatch.delenv(auth.VARIABLE, raising=False)
+    assert not auth.guarded("/health") and not auth.guarded("/ping")
+    for path in ("/health/", "/healthx", "/Health", "//health", "", "/metrics", "/v1/models"):
+        assert auth.guarded(path)
+    monkeypatch.setenv(auth.VARIABLE, " /metrics, ,/version")
+    assert not auth.guarded("/metrics") and not auth.guarded("/metrics/")
+    assert not auth.guarded("/version")
+    assert auth.guarded("/v1/models") and auth.guarded("") and auth.guarded("/")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_process_ends_with_its_parent(method, stubborn):
+    ours, theirs = multiprocessing.Pipe()
+    p = multiprocessing.get_context(method).Process(
+        target=orphan.middle, args=(theirs, method, stubborn)
+    )
+    p.start()
+    assert ours.poll(60)
+    pid = ours.recv()
+    p.kill()
+    p.join()
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            with open(f"/proc/{pid}/stat") as f:
+                if f.read().rpartition(")")[2].split()[0] == "Z":
+                    return
+        except FileNotFoundError:
+            return
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("the child outlived its parent")
