@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         StructuredOutputGrammar,
     )
 
-MAX_DEPTH = 100  # of a schema: checking it takes 0.2 s, 4.5 s at 400 and minutes at 900
+MAX_DEPTH = 100  # of a schema: checking it takes 0.2 s, 4.5 s at 400 and over 25 s at 900
 WHAT = "the grammar of this request cannot be used: "
 
 
