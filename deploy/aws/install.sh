@@ -19,4 +19,5 @@ echo 'DPkg::Lock::Timeout "300";' >/etc/apt/apt.conf.d/90s4kv-wait
 install -D -m 755 -t /usr/local/lib/s4kv "$here/ready-metric.sh"
 install -D -m 644 -t /usr/local/lib/s4kv "$here/cloudwatch-agent.json"
 install -D -m 644 -t /etc/systemd/system "$here"/s4kv-logfile.service "$here"/s4kv-metric.{service,timer}
+install -d -m 750 /var/log/s4kv # systemd opens a unit's output before it makes its LogsDirectory
 install -D -m 644 "$here/logrotate.conf" /etc/logrotate.d/s4kv
