@@ -1,4 +1,4 @@
-"""The dashboard and the rules as files; tests/e2e/test_monitoring.py has the servers."""
+"""The dashboard and the rules as files; tests/e2e/test_live_metrics.py has the servers."""
 
 from __future__ import annotations
 
