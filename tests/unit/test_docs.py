@@ -29,7 +29,18 @@ from s4kv_ext.quantize import dequantize, quantize
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMANDS = ("sh", "bash", "console", "python")
-NEEDS = ("GPU", "AWS", "Kubernetes", "containers", "network", "hours", "an editor", "a Git host")
+NEEDS = (
+    "GPU",
+    "AWS",
+    "Kubernetes",
+    "Prometheus",
+    "a Git host",
+    "a machine of its own",
+    "an editor",
+    "containers",
+    "hours",
+    "network",
+)
 
 
 @dataclass
