@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import env
-from common import ROOT, TREE, Stop, cache_dir, locked, say
+from common import ROOT, TREE, Stop, cache_dir, digest, locked, say
 
 CSRC = ROOT / "s4kv_ext" / "csrc"
 CUDA = "/usr/local/cuda/bin"  # where the toolkit's own installer puts nvcc
@@ -67,7 +67,7 @@ def build(variant: str, torch: str) -> Path:
     name = f"libs4kv_{variant}.so"
     out = ROOT / "s4kv_ext" / name  # in the tree, so that the tree can be imported as it is
     stamp = TREE / f"{variant}.native"
-    wanted = f"{sources_digest(variant)} {torch}"
+    wanted = f"{sources_digest(variant)} {digest(Path(__file__))} {torch}"
     if out.exists() and stamp.exists() and stamp.read_text() == wanted:
         return out
     options = compilers(variant)
@@ -82,9 +82,9 @@ def build(variant: str, torch: str) -> Path:
 
 
 @contextmanager
-def fixed_folder(digest: str) -> Iterator[Path]:
+def fixed_folder(name: str) -> Iterator[Path]:
     """Of one name on every machine, for nvcc puts a hash of a source's path into symbols."""
-    place = Path("/tmp") / f"s4kv-{digest[:16]}"
+    place = Path("/tmp") / f"s4kv-{name[:16]}"
     with locked(cache_dir() / ".native.lock"):
         if place.is_dir() and not place.is_symlink() and place.stat().st_uid == os.getuid():
             shutil.rmtree(place)  # of a build that was ended
