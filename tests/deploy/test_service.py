@@ -51,7 +51,7 @@ class Machine:
             "S4KV_KV": "int4_kivi",
             "S4KV_ARGS": "--served-model-name smollm2 --dtype float32 --max-model-len 1024 "
             f"--kv-cache-memory-bytes {128 << 20} --enforce-eager "
-            "--max-num-batched-tokens 512 --distributed-executor-backend uni "  # starts sooner
+            "--max-num-batched-tokens 512 "  # a shorter trial run at the start
             """--additional-config '{"int4_kivi": {"keys": "plain"}}'""",
         }
         self.url = f"http://127.0.0.1:{self.port}"
