@@ -1,4 +1,4 @@
-"""Blocks that were never computed leave the prefix cache."""
+"""Blocks that were never computed leave the prefix cache, and are not counted as sealed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ def forget_uncomputed(manager: KVCacheManager, request: Request) -> None:
 
     vLLM caches a block when it schedules its tokens. ``request.num_computed_tokens`` does not count
     those of the current pass yet, and no other request can have hit them: where a pass preempts, it
-    admits nobody.
+    admits nobody. Nor will the pages it took be sealed.
     """
-    if not manager.enable_caching:
-        return
     for group in manager.coordinator.single_type_managers:
+        held = group.req_to_blocks.get(request.request_id, ())
         if isinstance(group, SealedManager):
-            computed = sealed_tokens(request.num_computed_tokens) // BLOCK
+            blocks = held[sealed_tokens(request.num_computed_tokens) // BLOCK :]
+            group.num_taken -= len(blocks)
         else:
-            computed = request.num_computed_tokens // group.block_size
-        blocks = group.req_to_blocks.get(request.request_id, ())[computed:]
+            blocks = held[request.num_computed_tokens // group.block_size :]
         manager.block_pool.evict_blocks(
             {b.block_id for b in blocks if not b.is_null and b.block_hash is not None}
         )
