@@ -13,7 +13,7 @@ variant = $(if $(VARIANT),--variant $(VARIANT))
 force = $(if $(findstring command line,$(origin FORCE)),$(if $(FORCE),--force))
 inherited = $(foreach v,MODEL PORT KV VARIANT ARGS,$(if $(filter environment,$(origin $v)),$v=$($v)))
 
-.PHONY: help serve install wheel bundle template test soak bench gpu-test gpu-bench fetch apply refresh verify \
+.PHONY: help serve install wheel bundle template test machine-test soak bench gpu-test gpu-bench fetch apply refresh verify \
         rebase release docs clean
 help:     ## this list
 	@sed -n 's/^\([a-z-]*\): *## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -36,6 +36,9 @@ template: ## copy deploy/aws/boot.sh into deploy/cfn-gpu-serving.yaml
 
 test:     ## lint, types and the test suite
 	@$(PYTHON) build/test.py
+
+machine-test: ## the service and an instance as deploy/ makes them, five minutes; all of it as root
+	@$(PYTHON) build/test.py -m machine tests/deploy
 
 soak:     ## 1,000 random schedules over the real scheduler; COUNT=
 	@$(PYTHON) build/env.py install && .venv/bin/python tests/schedules.py --count $(or $(COUNT),1000)

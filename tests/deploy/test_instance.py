@@ -18,6 +18,7 @@ from user_data import Stack
 
 from s4kv_ext import models
 
+pytestmark = pytest.mark.machine
 ROOT = Path(__file__).parents[2]
 STUBS = Path(__file__).parent / "instance"
 KEY = "a-key-that-nobody-else-may-see-0123456789"

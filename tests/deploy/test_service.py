@@ -22,6 +22,8 @@ import requests
 from machine import KEY, MACHINE, Proxy, change, free_port, request, send, status
 from supervisor import Supervisor
 
+pytestmark = pytest.mark.machine
+
 BIN = Path(sys.executable).parent
 WATCHDOG = 18.0  # instead of 60, for a test's sake
 BEARER = f"Bearer {KEY}"
