@@ -6,12 +6,11 @@ The same inputs give the same bytes: no times, no users, no compression (wheels 
 
 from __future__ import annotations
 
-import argparse
 import tarfile
 from pathlib import Path
 
 import wheel
-from common import DIST, ROOT, digest, main, say
+from common import DIST, ROOT, main
 
 FOLDERS = ("deploy/aws", "deploy/machine")
 
@@ -28,16 +27,12 @@ def build(variant: str) -> Path:
             info.mode = 0o755 if file.stat().st_mode & 0o100 else 0o644
             with file.open("rb") as f:
                 tar.addfile(info, f)
-    say(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e6:.1f} MB, sha256 {digest(path)}")
+    wheel.tell(path)
     return path
 
 
 def run() -> None:
-    ap = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    ap.add_argument("variant", choices=("cpu", "cuda"))
-    build(ap.parse_args().variant)
+    build(wheel.variant_asked(__doc__))
 
 
 if __name__ == "__main__":

@@ -180,16 +180,26 @@ def build(variant: str) -> list[Path]:
         made = [write_vllm(p, variant), write_alias(p, variant)]
         stamp.write_text(wanted)
     for path in made:
-        say(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e6:.1f} MB, sha256 {digest(path)}")
+        tell(path)
     return made
 
 
-def run() -> None:
+def tell(path: Path) -> None:
+    """Name, size and hash of a file that was made."""
+    say(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e6:.1f} MB, sha256 {digest(path)}")
+
+
+def variant_asked(doc: str | None) -> str:
+    """The variant on the command line of a script that `doc` describes."""
     ap = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     ap.add_argument("variant", choices=("cpu", "cuda"))
-    build(ap.parse_args().variant)
+    return ap.parse_args().variant
+
+
+def run() -> None:
+    build(variant_asked(__doc__))
 
 
 if __name__ == "__main__":
