@@ -59,9 +59,13 @@ def probe(server: Server, deadline: float) -> tuple[str, float]:
     return model, time.monotonic() - start
 
 
-async def _probe(server: Server, deadline: float) -> str:
+def _session(server: Server) -> aiohttp.ClientSession:
     headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
-    async with asyncio.timeout(deadline), aiohttp.ClientSession(headers=headers) as http:
+    return aiohttp.ClientSession(headers=headers)
+
+
+async def _probe(server: Server, deadline: float) -> str:
+    async with asyncio.timeout(deadline), _session(server) as http:
         model = server.model
         if model is None:
             listed = await _json(server, http.get(f"{server.url}/v1/models"))
@@ -104,30 +108,31 @@ def wait(server: Server, deadline: float, seconds: float) -> tuple[str, float]:
             time.sleep(min(2.0, max(0.0, end - time.monotonic())))
 
 
-def work(url: str, deadline: float) -> tuple[str, ...] | None:
+def work(server: Server, deadline: float) -> tuple[str, ...] | None:
     """What the WORK metrics say now; None where the server tells none in time."""
     try:
-        text = asyncio.run(_text(f"{url}/metrics", deadline))
+        text = asyncio.run(_metrics(server, deadline))
     except (TimeoutError, aiohttp.ClientError):
         return None
     return tuple(x for x in text.splitlines() if x.startswith(WORK))
 
 
-async def _text(url: str, deadline: float) -> str:
-    async with asyncio.timeout(deadline), aiohttp.ClientSession() as http, http.get(url) as answer:
+async def _metrics(server: Server, deadline: float) -> str:
+    url = f"{server.url}/metrics"
+    async with asyncio.timeout(deadline), _session(server) as http, http.get(url) as answer:
         return await answer.text()
 
 
 def alive(server: Server, deadline: float) -> str:
     """How the server shows that it works: a token, or that it is busy. Raises NotReady."""
-    before = work(server.url, deadline / 4)
+    before = work(server, deadline / 4)
     try:
         _, seconds = probe(server, deadline)
         return f"one token in {seconds:.2f} s"
     except Refused:
         raise
     except NotReady:
-        if before is None or work(server.url, deadline / 4) in (None, before):
+        if before is None or work(server, deadline / 4) in (None, before):
             raise
         return f"busy: no token within {deadline:g} s, but the engine works"
 

@@ -51,12 +51,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def do_GET(self) -> None:
+        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            return self.say(401, "{}")
         if self.path == "/metrics":
             self.server.tokens += self.server.state == "busy"
             waiting = f"vllm:num_requests_waiting {time.monotonic()}\n"
             return self.say(200, f"{waiting}vllm:generation_tokens_total {self.server.tokens}\n")
-        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
-            return self.say(401, "{}")
         return self.say(200, json.dumps({"data": [{"id": "m"}]}))
 
     def do_POST(self) -> None:
@@ -161,8 +161,11 @@ def test_wrong_commands(command, tmp_path):
     assert told.returncode == 1 and "WatchdogSec=" in told.stderr
 
 
-def test_a_busy_engine_is_alive_and_a_hung_one_is_not(engine):
-    server = ready.Server(engine.url)
+@pytest.mark.parametrize("key", ["", "sesame"])
+def test_a_busy_engine_is_alive_and_a_hung_one_is_not(engine, key):
+    """With a key, metrics need it too."""
+    engine.key = key
+    server = ready.Server(engine.url, key or None)
     assert "one token" in ready.alive(server, 2)
     engine.state = "busy"
     assert "busy" in ready.alive(server, 2)
