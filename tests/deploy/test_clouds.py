@@ -15,6 +15,7 @@ import pytest
 import yaml
 from user_data import TEMPLATE, Stack, template
 
+from s4kv_ext.guards import auth
 from s4kv_ext.plan.gpus import INSTANCES
 
 ROOT = Path(__file__).parents[2]
@@ -200,6 +201,9 @@ def test_values_of_production_stack() -> None:
     args = model["vllmConfig"]["extraArgs"]
     assert args[args.index("--kv-cache-dtype") + 1] == "int4_kivi"
     assert "lmcacheConfig" not in model  # KV connectors are refused
+    # With a key every path needs it, and the chart's router reads metrics without one.
+    assert values["servingEngineSpec"]["vllmApiKey"]
+    assert {"name": auth.VARIABLE, "value": "/metrics"} in model["env"]
 
 
 def test_llm_d(linters: Path, tmp_path: Path) -> None:
