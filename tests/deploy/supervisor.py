@@ -15,6 +15,7 @@ import socket
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -73,13 +74,13 @@ class Supervisor:
         self.ready.clear()
         self.ends.append(why or f"status {main.wait()}")
         for process in seen:  # KillMode=mixed: what is left is killed
-            if process.is_running():
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(seen, 10)
 
     def engine(self) -> psutil.Process:
         """The engine's process; the front end is its parent."""
-        found = [p for p in children(self.starts[-1]) if "EngineCore" in " ".join(p.cmdline())]
+        found = [p for p in children(self.starts[-1]) if "EngineCore" in command(p)]
         assert len(found) == 1, found
         return found[0]
 
@@ -92,7 +93,7 @@ class Supervisor:
         self.stopping = True
         while self.thread.is_alive():
             for pid in self.starts[-1:]:
-                if psutil.pid_exists(pid):
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.thread.join(0.5)
         self.socket.close()
@@ -103,6 +104,14 @@ def children(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def command(process: psutil.Process) -> str:
+    """Its words; nothing of one that ended since it was listed."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def parse(unit: str, env: dict[str, str]) -> tuple[list[str], dict[str, str]]:

@@ -310,15 +310,20 @@ def family(server: Server) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
+def name(process: psutil.Process) -> str:
+    """Its name; nothing of a zombie, or of one that ended since it was listed."""
+    try:
+        return "" if process.status() == psutil.STATUS_ZOMBIE else process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def gone(processes: list[psutil.Process], seconds: float) -> list[str]:
-    """What is still there after that time; a zombie is not."""
+    """What is still there after that time."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        if not alive:
-            return []
+    while (alive := [n for n in map(name, processes) if n]) and time.monotonic() < end:
         time.sleep(0.2)
-    return [p.name() for p in alive]
+    return alive
 
 
 def test_sigterm_ends_streams_and_process(target):
@@ -361,7 +366,7 @@ def test_sigkill_of_the_server_ends_all(start):
     s = start()
     try:
         end = time.monotonic() + 300
-        while not any("Worker" in p.name() for p in family(s)):
+        while not any("Worker" in name(p) for p in family(s)):
             assert s.process.poll() is None and time.monotonic() < end, s.log.read_text()[-2000:]
             time.sleep(0.2)
         everybody = family(s)
