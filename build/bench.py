@@ -47,6 +47,7 @@ def cpu() -> None:
     run_script("tasks.py", "--model", smollm2)
     run_script("greedy.py", "--model", smollm2)
     run_script("engine.py", "--model", smollm2)
+    run_script("page_tags.py", "--model", smollm2)
 
 
 def gpu() -> None:
@@ -63,6 +64,11 @@ def gpu() -> None:
     qwen = BENCH / "models" / "qwen2.5-7b"
     run_script("seal.py", "--engine", engine_json(qwen / "config.json"))
     run_script("startup.py", "--model", qwen, "--dtype", "bfloat16")
+    cells = ("--cells", "32x8192", "128x8192")
+    out = BENCH / "results" / "page_tags_gpu.json"
+    run_script(
+        "page_tags.py", "--model", qwen, "--dummy", "--dtype", "bfloat16", *cells, "--out", out
+    )
 
 
 def engine_json(config: Path) -> Path:

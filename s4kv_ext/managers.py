@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
 from s4kv_ext.format import sealed_tokens
+from s4kv_ext.page_tags import RequestTags
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -31,6 +32,11 @@ class SealedManager(FullAttentionManager):
     num_held = 0
     """Pages that requests hold, a shared one counted for each."""
 
+    def __init__(self, kv_cache_spec: KVCacheSpec, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self.tags = RequestTags(self.block_pool)
+        self.num_hit: dict[str, int] = {}  # pages that a request found in the prefix cache
+
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
     ) -> int:
@@ -46,6 +52,7 @@ class SealedManager(FullAttentionManager):
         )
         self.num_taken += len(new)
         self.num_held += len(new)
+        self.tags.take(request_id, new)
         return new
 
     def add_local_computed_blocks(
@@ -53,16 +60,24 @@ class SealedManager(FullAttentionManager):
     ) -> None:
         super().add_local_computed_blocks(request_id, new_computed_blocks, *args)
         self.num_held += len(new_computed_blocks)
+        self.tags.hit(request_id, new_computed_blocks)
+        if new_computed_blocks:
+            self.num_hit[request_id] = len(new_computed_blocks)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         blocks = super().pop_blocks_for_free(request_id)
         self.num_held -= len(blocks)
-        return blocks
+        self.num_hit.pop(request_id, None)
+        return self.tags.release(request_id, blocks, self._null_block)
 
     def cache_blocks(
         self, request: Request, num_tokens: int, retention_interval: int | None = None
     ) -> None:
+        rid = request.request_id
+        before = self.num_cached_block.get(rid, 0)
         super().cache_blocks(request, sealed_tokens(num_tokens), retention_interval)
+        after = self.num_cached_block.get(rid, 0)
+        self.tags.cache(rid, self.req_to_blocks[rid], before, after)
 
     @classmethod
     def find_longest_cache_hit(
@@ -85,6 +100,7 @@ class RecentManager(SlidingWindowManager):
         # Pages at the front of each request that were given back: null gaps can lie to the left
         # of real pages, so the first null page does not tell.
         self._num_returned: dict[str, int] = {}
+        self.tags = RequestTags(self.block_pool)
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return sealed_tokens(num_computed_tokens - self.kv_cache_spec.speculative_tokens)
@@ -128,6 +144,7 @@ class RecentManager(SlidingWindowManager):
         taken = iter(fresh)
         new = [self._null_block if i in null else next(taken) for i in range(held, end)]
         blocks.extend(new)
+        self.tags.take(request_id, new)
         return new
 
     def add_local_computed_blocks(
@@ -145,6 +162,7 @@ class RecentManager(SlidingWindowManager):
             self.pages_in_use += sum(not b.ref_cnt for b in sinks)
             self.block_pool.touch(sinks)
         blocks.extend(new_computed_blocks)
+        self.tags.hit(request_id, new_computed_blocks)
         self.num_cached_block[request_id] = len(blocks)
 
     def remove_skipped_blocks(
@@ -159,17 +177,18 @@ class RecentManager(SlidingWindowManager):
         )
         if last <= first:
             return
-        returned = [b for b in blocks[first:last] if not b.is_null]
+        pages = list(zip(blocks, self.tags.expected[request_id]))[first:last]
+        returned = [(b, tag) for b, tag in pages if not b.is_null]
         blocks[first:last] = [self._null_block] * (last - first)
         self._num_returned[request_id] = last
         self.pages_in_use -= len(returned)  # they are no sinks, and so nobody else's
-        self.block_pool.free_blocks(returned)
+        self.block_pool.free_blocks([b for b, tag in returned if self.tags.owns(b, tag)])
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._num_returned.pop(request_id, None)
         blocks = super().pop_blocks_for_free(request_id)
         self.pages_in_use -= sum(b.ref_cnt == 1 for b in blocks if not b.is_null)
-        return blocks
+        return self.tags.release(request_id, blocks, self._null_block)
 
     def cache_blocks(
         self, request: Request, num_tokens: int, retention_interval: int | None = None
@@ -187,6 +206,7 @@ class RecentManager(SlidingWindowManager):
             block_size=self.block_size,
             kv_cache_group_id=self.kv_cache_group_id,
         )
+        self.tags.cache(request.request_id, self.req_to_blocks[request.request_id], cached, full)
         self.num_cached_block[request.request_id] = full
 
     @classmethod

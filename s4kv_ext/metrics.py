@@ -26,7 +26,10 @@ GAUGES = {
     "bytes_per_token": "Bytes of one GPU's memory that a sealed token takes, all layers together.",
     "density": "How many times more the cached tokens would take in bf16; NaN without any.",
 }
-SEALS = f"Pages sealed: blocks of {BLOCK} tokens turned to int4, each in all layers."
+COUNTERS = {
+    "seals": f"Pages sealed: blocks of {BLOCK} tokens turned to int4, each in all layers.",
+    "page_mismatches": "Requests ended because a page was not theirs any more, as its tag tells.",
+}
 INFO = "The format of the pages, and the hash of the map of key channels to int4 slots."
 
 
@@ -42,19 +45,23 @@ class PageStats:
         self.layers = len(
             manager.kv_cache_config.kv_cache_groups[self.sealed.kv_cache_group_id].layer_names
         )
-        self.told = 0  # of the sealed pages, in stats that were given out
+        self.told = [0, 0]  # of the counters, in stats that were given out
 
     def take(self) -> dict[str, Any]:
-        """The figures now; ``seals`` are those since the last call."""
+        """The figures now; ``seals`` and ``page_mismatches`` are those since the last call."""
         used = self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()  # page 0 is null
         recent = self.recent.pages_in_use
-        seals, self.told = self.sealed.num_taken - self.told, self.sealed.num_taken
+        faults = getattr(self.scheduler, "page_faults", None)
+        counts = [self.sealed.num_taken, faults.count if faults else 0]
+        seals, mismatches = (now - before for now, before in zip(counts, self.told, strict=True))
+        self.told = counts
         return {
             "sealed_pages": used - recent,
             "recent_pages": recent,
             "bytes_per_token": self.layers * self.sealed.kv_cache_spec.page_size_bytes / BLOCK,
             "density": self.density(used, used - recent),
             "seals": seals,
+            "page_mismatches": mismatches,
             "channel_map": self.channel_map,
         }
 
@@ -121,17 +128,22 @@ class Int4KiviMetrics:
         self.labels = {i: dict(zip(labelnames, v)) for i, v in per_engine_labelvalues.items()}
         self.gauges = {name: gauge(name, text) for name, text in GAUGES.items()}
         self.info = gauge("info", INFO, "format_version", "channel_map")
-        self.seals = make._counter_cls(
-            name=f"vllm:{KV_CACHE_DTYPE}_seals", documentation=SEALS, labelnames=labelnames
-        )
+        self.counters = {
+            name: make._counter_cls(
+                name=f"vllm:{KV_CACHE_DTYPE}_{name}", documentation=text, labelnames=labelnames
+            )
+            for name, text in COUNTERS.items()
+        }
         for labels in self.labels.values():
-            self.seals.labels(**labels).inc(0)
+            for counter in self.counters.values():
+                counter.labels(**labels).inc(0)
 
     def observe(self, stats: dict[str, Any], engine_idx: int = 0) -> None:
         """Of one step of one engine."""
         figures, labels = stats[KV_CACHE_DTYPE], self.labels[engine_idx]
         for name, metric in self.gauges.items():
             metric.labels(**labels).set(figures[name])
-        self.seals.labels(**labels).inc(figures["seals"])
+        for name, counter in self.counters.items():
+            counter.labels(**labels).inc(figures[name])
         about = {"format_version": str(FORMAT_VERSION), "channel_map": figures["channel_map"]}
         self.info.labels(**labels, **about).set(1)

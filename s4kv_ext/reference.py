@@ -29,7 +29,8 @@ class Step:
     query_start_loc [R + 1], seq_lens [R] (t of each request, after the step), sealed_table and
     recent_table [R, *]: page of each block of BLOCK tokens, and of each recent page of tokens.
     All int32. Entries past a request's own pages are garbage. Recent page 0 is the null page:
-    never read, never written.
+    never read, never written. A request whose first recent page is the null page takes no part:
+    nothing of it is stored, and its output is zero (``page_check.py`` withdraws requests so).
     """
 
     query_start_loc: Tensor
@@ -41,7 +42,7 @@ class Step:
         """(index, first row, end row, computed tokens c, t) of each request with new tokens."""
         start = self.query_start_loc.tolist()
         for i, t in enumerate(self.seq_lens.tolist()):
-            if start[i + 1] > start[i]:
+            if start[i + 1] > start[i] and self.recent_table[i, 0]:
                 yield i, start[i], start[i + 1], t - (start[i + 1] - start[i]), t
 
 

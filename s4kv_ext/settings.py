@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 KNOWN: dict[str, tuple[str, ...] | str] = {
     "keys": ("slotted", "plain"),
     "map": "a file that `s4kv calibrate` wrote",
+    "page_tags": ("on", "off"),
 }
 """What each may be: one of some words, or a path that the text describes.
 
 keys: ``slotted`` (0, 1 or 2 slots a channel, by importance), or ``plain`` KIVI (one each).
 map: the slotted keys' channels come from a file instead of the pass at start-up.
+page_tags: whether each step compares its pages' tags with those that the requests expect.
 """
 
 
@@ -44,6 +46,10 @@ def problems(own: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def plain_keys(config: VllmConfig) -> bool:
     return given(config).get("keys") == "plain"
+
+
+def page_tags(config: VllmConfig) -> bool:
+    return given(config).get("page_tags", "on") == "on"
 
 
 def map_path(config: VllmConfig) -> str | None:

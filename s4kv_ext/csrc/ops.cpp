@@ -140,6 +140,7 @@ void attend(const Tensor& query, const Tensor& key, const Tensor& value, const T
   a.requests = plan.requests.data();
   a.partials = scratch_partials(plan.partial_floats);
   run_attend(a, plan);
+  for (const Rows& rows : plan.withdrawn) out.slice(0, rows.first, rows.end).zero_();
 }
 
 // One sequence without a cache: what calibration runs on.

@@ -37,12 +37,17 @@ int64_t sealed_before(const StepTables& s, int64_t request, int64_t computed, co
 
 void Plan::read(const StepTables& s) {
   requests.clear();
+  withdrawn.clear();
   TORCH_CHECK(s.query_start_loc[0] >= 0, "query_start_loc starts at ", s.query_start_loc[0]);
   for (int64_t i = 0; i < s.requests; ++i) {
     const int64_t row = s.query_start_loc[i], end = s.query_start_loc[i + 1], length = s.seq_lens[i];
     if (end <= row) continue;
     TORCH_CHECK(end <= s.tokens && length >= end - row, "request ", i, " of length ", length, " has rows [", row, ", ",
                 end, ") of ", s.tokens);
+    if (s.recent && s.recent_columns > 0 && s.recent[i * s.recent_stride] == 0) {
+      withdrawn.push_back({row, end});
+      continue;
+    }
     Request r{row, length - (end - row), length, 0, nullptr, nullptr};
     r.sealed_row = s.sealed ? s.sealed + i * s.sealed_stride : nullptr;
     r.recent_row = s.recent ? s.recent + i * s.recent_stride : nullptr;

@@ -18,8 +18,13 @@ struct StepTables {
   int page_tokens;
 };
 
+struct Rows {
+  int64_t first, end;  // of query, key and value
+};
+
 struct Plan {
   std::vector<Request> requests;
+  std::vector<Rows> withdrawn;  // of requests whose first recent page is null: they take no part
   std::vector<SealTask> seals;
   std::vector<AttendTask> attends;
   std::vector<MergeTask> merges;

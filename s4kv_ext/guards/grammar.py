@@ -70,12 +70,19 @@ def sound(
 
 
 def raise_if_failed(output: RequestOutput) -> None:
-    """On the API server's side: the client's error (400), not the server's (500)."""
+    """On the API server's side: the client's error (400) if its grammar was at fault; else the
+    server's (500), with what the engine says of it."""
     for o in output.outputs:
-        if o.finish_reason == "error" and str(o.stop_reason).startswith(WHAT):
+        if o.finish_reason != "error" or not o.stop_reason:
+            continue
+        if str(o.stop_reason).startswith(WHAT):
             from vllm.exceptions import VLLMValidationError
 
             raise VLLMValidationError(str(o.stop_reason), parameter="structured_outputs")
+        from vllm.entrypoints.openai.engine.protocol import GenerationError
+        from vllm.v1.engine.async_llm import InputStreamError  # its cause is raised as it is
+
+        raise InputStreamError(GenerationError(str(o.stop_reason)))
 
 
 def check_depth(params: StructuredOutputsParams) -> None:

@@ -138,6 +138,38 @@ class TestOne:
         print(f"tokens equal of 48: {same}")
         assert sum(same) >= 0.9 * 48 * len(prompts)
 
+    @pytest.mark.parametrize("group", [0, 1], ids=["sealed", "recent"])
+    def test_a_wrong_page_ends_its_request(self, llm, group, monkeypatch):
+        """One of four gets a page of another in its block table: it ends with an error before a
+        token of that step leaves, the other three go on, and nobody finds its page again."""
+        prompts = [text_tokens(llm, 300, skip=i * 300) for i in range(4)]
+        assert llm.reset_prefix_cache()
+        right = tokens(generate(llm, prompts))
+        assert llm.reset_prefix_cache()
+        core = llm.llm_engine.engine_core.engine_core
+        runner = core.model_executor.driver_worker.worker.model_runner
+        build, steps = runner._build_attention_metadata, []
+
+        def spoil(*args, **kwargs):
+            steps.append(1)
+            if len(steps) == 20:
+                table = runner.input_batch.block_table.block_tables[group].block_table.np
+                table[1, 0] = table[2, 0]
+            return build(*args, **kwargs)
+
+        monkeypatch.setattr(runner, "_build_attention_metadata", spoil)
+        before = core.scheduler.page_faults.count
+        spoilt = [o.outputs[0] for o in generate(llm, prompts)]
+        assert core.scheduler.page_faults.count == before + 1
+        (i,) = (i for i, o in enumerate(spoilt) if o.finish_reason == "error")
+        assert "not this request's any more" in spoilt[i].stop_reason
+        got = [list(o.token_ids) for o in spoilt]
+        assert 0 < len(got[i]) < 20 and got[i] == right[i][: len(got[i])]
+        del got[i], right[i], prompts[i]
+        assert got == right
+        monkeypatch.undo()
+        assert tokens(generate(llm, prompts)) == right
+
 
 def test_preemption_and_a_tight_pool(start_engine):
     """Six requests in a pool for two: all end, none is wrong, every page comes back."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -49,7 +50,8 @@ def start(model_path, tmp_path_factory):
 @pytest.fixture(scope="module")
 def target(start) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as env:
-        env.setenv("PYTHONPATH", str(Path(__file__).parent))
+        here = Path(__file__).parent
+        env.setenv("PYTHONPATH", os.pathsep.join(map(str, (here, here / "wrong_page"))))
         s = start(
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             *("--enable-request-id-headers", "--middleware", "failing_middleware.fail"),
@@ -292,6 +294,29 @@ def test_every_path_asks_for_the_key(target):
     assert requests.get(f"{target.url}/health", timeout=30).status_code == 200
     assert requests.get(f"{target.url}/ping", timeout=30).status_code == 200
     assert requests.get(f"{target.url}/metrics", headers=KEY, timeout=30).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_page_is_said_to_its_client_alone(target, stream):
+    """One of two requests gets a page of another after nine steps."""
+    body = PROMPT | {"max_tokens": 30, "stream": stream}
+    with ThreadPoolExecutor(2) as pool:
+        wrong, good = pool.map(
+            lambda rid: post(target, "/v1/completions", body, **{"X-Request-Id": rid}),
+            (f"wrong-page-{stream}", f"good-{stream}"),
+        )
+    text = wrong.text
+    assert "a page of the KV cache is not this request's any more; send the request again" in text
+    assert wrong.status_code == (200 if stream else 500)
+    if stream:
+        assert 0 < text.count('"text"') < 10 and '"code": 500' in text.replace('":500', '": 500')
+    assert good.ok and "not this request's" not in good.text
+    if not stream:
+        assert good.json()["usage"]["completion_tokens"] == 30
+    told = requests.get(f"{target.url}/metrics", headers=KEY, timeout=30).text
+    (count,) = re.findall(r"^vllm:int4_kivi_page_mismatches_total{.*} (\S+)$", told, re.M)
+    assert float(count) == 1 + stream
+    assert f"request cmpl-wrong-page-{stream}" in target.log.read_text()
 
 
 def test_nothing_is_left_of_all_that(target):

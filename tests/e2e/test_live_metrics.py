@@ -20,7 +20,10 @@ from s4kv_ext.format import sealed_tokens
 
 PAGE = 3 * 5184  # bytes of a layer's page: SmolLM2 has 3 KV heads of 64
 PLAIN = 3 * 2 * 64 * 2  # of a token in bf16
-NAMES = ("sealed_pages", "recent_pages", "bytes_per_token", "density", "seals_total", "info")
+NAMES = (
+    *("sealed_pages", "recent_pages", "bytes_per_token", "density", "seals_total", "info"),
+    "page_mismatches_total",
+)
 OWN = {"up": {"job", "instance"}}
 """Prometheus makes it, not the server."""
 

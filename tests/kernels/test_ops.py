@@ -80,7 +80,10 @@ def replaced(step: Step, **changes) -> Step:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: {"recent_table": s.recent_table * 0}, "recent page 0 of request 0 is 0"),
+        (
+            lambda s: {"recent_table": s.recent_table * (s.recent_table == s.recent_table[0, 0])},
+            "of request 0 is 0",
+        ),
         (lambda s: {"sealed_table": s.sealed_table + 1000}, "sealed page 0 of request 0 is"),
         (lambda s: {"recent_table": s.recent_table[:, :5]}, "needs 25 entries of its recent table"),
         (lambda s: {"sealed_table": s.sealed_table[:, :1]}, "needs 2 entries of its sealed table"),
@@ -115,3 +118,27 @@ def test_wrong_tensors_are_refused():
     }.items():
         with pytest.raises(RuntimeError, match=message):
             run(**arguments)
+
+
+def test_a_withdrawn_request_takes_no_part():
+    """One of three has a table of null pages: its output is zero, nothing of it is stored."""
+    pool = Pool(200, 2, 64, torch.float32)
+    sequences = make_sequences(pool, 3, 400)
+    slot_channel = make_map(2, 64)
+    for chunk in (290, 20):
+        step, key, value = make_step([(s, chunk) for s in sequences])
+        step.sealed_table[1] = 0
+        step.recent_table[1] = 0
+        query, out = torch.randn(3 * chunk, 4, 64), torch.full((3 * chunk, 4, 64), torch.nan)
+        before = pool.sealed.clone()
+        pages = (pool.sealed, pool.recent, step, slot_channel)
+        cpu_ops.store_and_seal(key, value, *pages)
+        cpu_ops.attend(query, key, value, *pages, 0.125, out)
+        own = [0, *sequences[1].sealed_pages, *sequences[1].recent_pages.values()]
+        assert torch.equal(pool.sealed[own], before[own])
+        expected = attend(query, key, value, *pages, LanePacking(), 0.125)
+        (first, withdrawn, last), others = out.split(chunk), expected.split(chunk)[::2]
+        assert not withdrawn.any()
+        assert error(torch.cat((first, last)), torch.cat(others)) <= 1e-5
+        for s in sequences:
+            s.advance(chunk)

@@ -84,7 +84,7 @@ def test_the_way_to_an_api_server(config):
     log, shows = LoggingStatLogger(config), PrometheusStatLogger(config, [0, 1])
     sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=engine.scheduler.make_stats()))
     stats = MsgpackDecoder(EngineCoreOutputs).decode(sent).scheduler_stats
-    stats.kv_connector_stats["int4_kivi"]["seals"] = 9  # an earlier step's
+    stats.kv_connector_stats["int4_kivi"] |= {"seals": 9, "page_mismatches": 2}  # an earlier step's
     for _ in range(2):
         for logger in (log, shows):
             logger.record(stats, None, engine_idx=1)
@@ -94,6 +94,7 @@ def test_the_way_to_an_api_server(config):
     told = shown()
     assert told[f"vllm:int4_kivi_seals_total{labels}"] == 18
     assert told[f"vllm:int4_kivi_seals_total{labels.replace('1', '0', 1)}"] == 0
+    assert told[f"vllm:int4_kivi_page_mismatches_total{labels}"] == 4
     assert told[f"vllm:int4_kivi_sealed_pages{labels}"] == 0  # the request ended
     about = {"channel_map": "abc", "engine": "1", "format_version": "1", "model_name": name}
     assert told[f"vllm:int4_kivi_info{sorted(about.items())}"] == 1
