@@ -93,7 +93,7 @@ class AnySchedule(RuleBasedStateMachine):
 
 TestAnySchedule = AnySchedule.TestCase
 TestAnySchedule.settings = settings(
-    max_examples=120,
+    max_examples=60,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
@@ -101,13 +101,10 @@ TestAnySchedule.settings = settings(
 )
 
 
-def test_hypothesis_shortens_what_it_finds():
-    """A reader of pages that forgets hits: two requests, and what must be between them."""
-    found = settings(TestAnySchedule.settings, phases=(Phase.generate, Phase.shrink))
-    with patch.object(schedules, "sealed_before", no_hit), pytest.raises(AssertionError) as e:
-        run_state_machine_as_test(AnySchedule, settings=found)
-    steps = [n for n in getattr(e.value, "__notes__", ()) if "state." in n]
-    assert 3 <= "\n".join(steps).count("state.") <= 10, steps
+def test_hypothesis_would_find_a_mistake():
+    quick = settings(TestAnySchedule.settings, phases=(Phase.generate,), report_multiple_bugs=False)
+    with patch.object(schedules, "sealed_before", no_hit), pytest.raises(AssertionError):
+        run_state_machine_as_test(AnySchedule, settings=quick)
 
 
 class WithReference(schedules.Worker):
