@@ -40,8 +40,9 @@ test:     ## lint, types and the test suite
 machine-test: ## the service and an instance as deploy/ makes them, five minutes; all of it as root
 	@$(PYTHON) build/test.py -m machine tests/deploy
 
-soak:     ## 1,000 random schedules over the real scheduler; COUNT=
-	@$(PYTHON) build/env.py install && .venv/bin/python tests/schedules.py --count $(or $(COUNT),1000)
+soak:     ## 10,000 random schedules over the real scheduler, ten minutes; COUNT= SEED=
+	@$(PYTHON) build/env.py install && \
+	  .venv/bin/python tests/soak.py --count $(or $(COUNT),10000) --seed $(or $(SEED),0)
 
 bench:    ## measure fidelity and speed on this CPU, hours
 	@$(PYTHON) build/bench.py cpu

@@ -11,6 +11,7 @@ import io
 import struct
 import zipfile
 from base64 import urlsafe_b64encode
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,24 @@ class Base:
 
 
 class Wheel:
+    """Whole when it is closed, and nothing before: ``with`` removes what an error left."""
+
     def __init__(self, path: Path, dist_info: str) -> None:
         self.path, self.dist_info = path, dist_info
         self.part = path.with_name(path.name + ".part")
         self.zip = zipfile.ZipFile(self.part, "w", strict_timestamps=True)
         self.rows: list[tuple[str, str, str]] = []
+
+    def __enter__(self) -> Wheel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind:
+            z: Any = self.zip
+            z._didModify = False  # else it would go on writing, here or when it is collected
+            with suppress(OSError):
+                z.close()
+            self.part.unlink(missing_ok=True)
 
     def add(self, name: str, data: bytes, *, executable: bool = False) -> None:
         info = zipfile.ZipInfo(name, STAMP)

@@ -154,12 +154,14 @@ def renew() -> None:
     """Replace vllm/src by a fresh checkout; the old one stays until the new one is whole."""
     TREE.mkdir(exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix="src-", dir=TREE))
+    old = fresh.with_name(f"{fresh.name}-old")
     try:
         make(fresh)
         note_applied(fresh)
         fresh.chmod(0o755)
-        if SRC.exists():
-            shutil.rmtree(SRC)
+        if SRC.exists():  # in one step: half of a tree would be taken for somebody's edits
+            SRC.rename(old)
         fresh.rename(SRC)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

@@ -59,6 +59,8 @@ def cache_dir() -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise Stop(f"cannot make the cache folder {path}: {e.strerror}; set S4KV_CACHE") from e
+    if not os.access(path, os.W_OK):
+        raise Stop(f"cannot write into the cache folder {path}; set S4KV_CACHE to another")
     return path
 
 

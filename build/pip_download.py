@@ -9,6 +9,7 @@ finder and the session beneath it give the link and the bytes alone, with every 
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 
 CHUNK = 1 << 18
 ATTEMPTS = 5
+UNWRITABLE = (errno.EACCES, errno.EFBIG, errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 
 
 class AnyFile:
@@ -150,7 +152,7 @@ def fetch_any(session, links, wanted: str, part: Path) -> None:
             download(session, link.url_without_fragment, wanted, part)
             return
         except Exception as e:  # of pip's vendored requests and urllib3, which have no public name
-            if isinstance(e, OSError) and e.errno in (13, 28, 30):  # access, space, read-only
+            if isinstance(e, OSError) and e.errno in UNWRITABLE:
                 raise SystemExit(f"s4kv: error: cannot write {part}: {e.strerror}") from e
             told = " ".join(str(e).split())[:200] or type(e).__name__
             if attempt == ATTEMPTS:

@@ -116,26 +116,28 @@ def write_vllm(p: Pins, variant: str) -> Path:
 
     DIST.mkdir(exist_ok=True)
     dist_info = f"{stem}.dist-info"
-    wheel = Wheel(DIST / f"{stem}-{tag}.whl", dist_info)
-    copied = {n for n in base.members if n.startswith("vllm/")} - set(changed) - gone
-    data = changed | ours
-    for name in sorted(copied | set(data)):
-        if name in data:
-            old = base.members.get(name)
-            wheel.add(name, data[name], executable=bool(old and old.external_attr >> 16 & 0o100))
-        else:
-            wheel.copy(base, name)
-    wheel.add(f"{dist_info}/METADATA", metadata.vllm_metadata(upstream, p, variant).encode())
-    wheel.add(f"{dist_info}/WHEEL", metadata.wheel_file(tag, pure=False).encode())
-    wheel.add(
-        f"{dist_info}/entry_points.txt",
-        metadata.entry_points(base.text("entry_points.txt")).encode(),
-    )
-    wheel.add(f"{dist_info}/licenses/LICENSE", base.text("licenses/LICENSE").encode())
-    for name in LICENSES:
-        wheel.add(f"{dist_info}/licenses/s4kv/{name}", (ROOT / name).read_bytes())
-    wheel.add(f"{dist_info}/top_level.txt", b"s4kv_ext\nvllm\n")
-    return wheel.close()
+    with Wheel(DIST / f"{stem}-{tag}.whl", dist_info) as wheel:
+        copied = {n for n in base.members if n.startswith("vllm/")} - set(changed) - gone
+        data = changed | ours
+        for name in sorted(copied | set(data)):
+            if name in data:
+                old = base.members.get(name)
+                wheel.add(
+                    name, data[name], executable=bool(old and old.external_attr >> 16 & 0o100)
+                )
+            else:
+                wheel.copy(base, name)
+        wheel.add(f"{dist_info}/METADATA", metadata.vllm_metadata(upstream, p, variant).encode())
+        wheel.add(f"{dist_info}/WHEEL", metadata.wheel_file(tag, pure=False).encode())
+        wheel.add(
+            f"{dist_info}/entry_points.txt",
+            metadata.entry_points(base.text("entry_points.txt")).encode(),
+        )
+        wheel.add(f"{dist_info}/licenses/LICENSE", base.text("licenses/LICENSE").encode())
+        for name in LICENSES:
+            wheel.add(f"{dist_info}/licenses/s4kv/{name}", (ROOT / name).read_bytes())
+        wheel.add(f"{dist_info}/top_level.txt", b"s4kv_ext\nvllm\n")
+        return wheel.close()
 
 
 def same(base: Base, name: str, path: Path) -> bool:
@@ -148,14 +150,14 @@ def same(base: Base, name: str, path: Path) -> bool:
 def write_alias(p: Pins, variant: str) -> Path:
     _, stem = names(p, variant)
     dist_info = f"{stem}.dist-info"
-    wheel = Wheel(DIST / f"{stem}-py3-none-any.whl", dist_info)
-    wheel.add("s4kv_guard.py", (EXT / "install_check.py").read_bytes())
-    wheel.add(f"{dist_info}/METADATA", metadata.alias_metadata(p, variant).encode())
-    wheel.add(f"{dist_info}/WHEEL", metadata.wheel_file("py3-none-any", pure=True).encode())
-    wheel.add(f"{dist_info}/entry_points.txt", metadata.ALIAS_ENTRY_POINTS.encode())
-    for name in LICENSES:
-        wheel.add(f"{dist_info}/licenses/{name}", (ROOT / name).read_bytes())
-    return wheel.close()
+    with Wheel(DIST / f"{stem}-py3-none-any.whl", dist_info) as wheel:
+        wheel.add("s4kv_guard.py", (EXT / "install_check.py").read_bytes())
+        wheel.add(f"{dist_info}/METADATA", metadata.alias_metadata(p, variant).encode())
+        wheel.add(f"{dist_info}/WHEEL", metadata.wheel_file("py3-none-any", pure=True).encode())
+        wheel.add(f"{dist_info}/entry_points.txt", metadata.ALIAS_ENTRY_POINTS.encode())
+        for name in LICENSES:
+            wheel.add(f"{dist_info}/licenses/{name}", (ROOT / name).read_bytes())
+        return wheel.close()
 
 
 def built(p: Pins, variant: str) -> list[Path]:

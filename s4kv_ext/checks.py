@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from s4kv_ext import map_file, settings
@@ -78,6 +79,12 @@ def _options(config: VllmConfig) -> Iterator[Unsupported]:
     ):
         if size > 1:
             yield Unsupported(f"{flag} {size} is not supported yet", f"set it to 1 or {INSTEAD}")
+    if (asked := cache.kv_cache_memory_bytes or 0) > (have := _memory()):
+        yield Unsupported(
+            f"--kv-cache-memory-bytes asks for {asked / (1 << 30):.0f} GiB and there are "
+            f"{have / (1 << 30):.0f} in all",
+            "set it to what is left beside the model",
+        )
     if envs.VLLM_BATCH_INVARIANT:
         yield Unsupported(
             "VLLM_BATCH_INVARIANT=1 is not supported: what is sealed depends on the chunks",
@@ -95,6 +102,15 @@ def _options(config: VllmConfig) -> Iterator[Unsupported]:
                 f"num_speculative_tokens {draft.num_speculative_tokens} is too large",
                 f"use less than {RECENT}: only accepted tokens may be sealed",
             )
+
+
+def _memory() -> int:
+    """Bytes of the GPU, or of the whole machine where the cache lies there."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return psutil.virtual_memory().total
+    return current_platform.get_device_total_memory()
 
 
 def _platform(config: VllmConfig) -> Iterator[Unsupported]:

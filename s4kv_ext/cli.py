@@ -1,17 +1,16 @@
-"""The command `s4kv`."""
+"""The command `s4kv`. What it consists of is imported where Ctrl-C is caught already."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
-from s4kv_ext import calibrate_cli, doctor, models, ready_cli
-from s4kv_ext.compare import cli as compare_cli
-from s4kv_ext.plan import cli as plan_cli
-
 
 def make_model(args: argparse.Namespace) -> int:
+    from s4kv_ext import models
+
     for variant in args.variants or ("smollm2",):
         if variant not in models.VARIANTS:
             print(f"s4kv: error: no model {variant!r}: {', '.join(models.VARIANTS)}")
@@ -26,6 +25,8 @@ def make_model(args: argparse.Namespace) -> int:
 
 
 def add_make_model(sub: argparse._SubParsersAction) -> None:
+    from s4kv_ext import models
+
     p = sub.add_parser(
         "make-model",
         help="make SmolLM2-135M-Instruct, or a variant of it, from its GGUF",
@@ -43,6 +44,10 @@ def add_make_model(sub: argparse._SubParsersAction) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
+    from s4kv_ext import calibrate_cli, doctor, ready_cli
+    from s4kv_ext.compare import cli as compare_cli
+    from s4kv_ext.plan import cli as plan_cli
+
     ap = argparse.ArgumentParser(prog="s4kv", description="Tools beside vLLM with int4_kivi.")
     sub = ap.add_subparsers(required=True, metavar="COMMAND")
     add_make_model(sub)
@@ -52,14 +57,30 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    own, rest = compare_cli.split(sys.argv[1:])
-    args = parser().parse_args(own, argparse.Namespace(arguments=rest))
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
+        from s4kv_ext.compare.cli import split
+
+        own, rest = split(sys.argv[1:])
+        args = parser().parse_args(own, argparse.Namespace(arguments=rest))
         sys.exit(args.run(args))
-    except (OSError, ValueError, ModuleNotFoundError) as e:
-        sys.exit(f"s4kv: error: {e}")
+    except Exception as e:
+        if interrupted:  # an import that is interrupted may end in any error
+            sys.exit(130)
+        if isinstance(e, OSError | ValueError | ModuleNotFoundError):
+            sys.exit(f"s4kv: error: {e}")
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

@@ -111,6 +111,7 @@ def shape_of(model: ModelConfig) -> Shape:
 
 def write(path: Path, file: MapFile) -> None:
     """Whole or not at all."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     about = {
@@ -129,6 +130,8 @@ def write(path: Path, file: MapFile) -> None:
             metadata={name: str(value) for name, value in about.items()},
         )
         fresh.replace(path)
+    except SafetensorError as e:  # what the system said, such as no space
+        raise OSError(f"cannot write {path}: {e}") from None
     finally:
         fresh.unlink(missing_ok=True)
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 VARIANTS = ("smollm2", "smollm2-d128", "smollm2-outlier")
+ELSEWHERE = "set S4KV_CACHE, or give --out"
 NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -182,6 +183,7 @@ def write_tokenizer(path: Path, out: Path, max_length: int) -> None:
 
 
 def write(path: Path, variant: str, out: Path, alpha: float, pairs: int) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     weights, config = read(path)
@@ -189,11 +191,14 @@ def write(path: Path, variant: str, out: Path, alpha: float, pairs: int) -> None
         to_head_dim_128(weights, config)
     elif variant == "smollm2-outlier":
         add_outliers(weights, config, alpha, pairs)
-    save_file(
-        {k: v.bfloat16().contiguous() for k, v in weights.items()},
-        out / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    try:
+        save_file(
+            {k: v.bfloat16().contiguous() for k, v in weights.items()},
+            out / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+    except SafetensorError as e:  # what the system said, such as no space
+        raise OSError(f"cannot write the model into {out.parent.parent}: {e}") from None
     (out / "model.safetensors").chmod(0o644)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     ends = {k: config[k] for k in ("bos_token_id", "eos_token_id")}
@@ -209,7 +214,12 @@ def make(
     if (out / "config.json").exists():
         return out
     print(f"s4kv: making the model {variant} (about 10 s)", file=sys.stderr, flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise OSError(f"cannot make {out.parent}: {e.strerror}; {ELSEWHERE}") from None
+    if not os.access(out.parent, os.W_OK):
+        raise OSError(f"cannot write into {out.parent}; {ELSEWHERE}")
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{variant}-") as tmp:
         fresh = Path(tmp) / variant
         fresh.mkdir()

@@ -10,11 +10,14 @@ from s4kv_ext import models
 sys.path.insert(0, str(Path(__file__).parents[1] / "build"))
 
 
-def folder(name: str = "smollm2") -> str:
-    """Where that model lies; made if it is not there. Another name is taken for a folder."""
+def source() -> Path:
+    """The file that they are made from."""
     from common import pins
     from fetch import fetch
 
-    if name not in models.VARIANTS:
-        return name
-    return str(models.make(fetch(pins().files["model"]), name))
+    return fetch(pins().files["model"])
+
+
+def folder(name: str = "smollm2") -> str:
+    """Where that model lies; made if it is not there. Another name is taken for a folder."""
+    return str(models.make(source(), name)) if name in models.VARIANTS else name

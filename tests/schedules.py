@@ -5,19 +5,17 @@ seal, attend. A tag names a token and everything before it, so a page that holds
 another request's token or none is seen when it is read. Pages are poisoned as they change hands,
 and a block table's entries past its own are garbage.
 
-    python tests/schedules.py --count 1000 [--seed 0]
+``soak.py`` runs many of them, ``unit/test_schedules.py`` a few hundred.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import json
 import re
-import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -358,10 +356,10 @@ class Engine:
         self.done: dict[str, list[int]] = {}
         self.hits: dict[str, int] = {}
         self.preemptions = 0
+        self.counts: Counter[str] = Counter()
         self.peak: dict[str, int] = defaultdict(int)
         self._model: dict[str, set[int]] = {}
         self._sealed: dict[str, int] = {}
-        self._count = 0
         self._pending: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
 
     def add(
@@ -373,8 +371,8 @@ class Engine:
         priority: int = 0,
     ) -> str:
         """``logprobs``: of the prompt, for which vLLM reads no prefix from the cache."""
-        rid = str(self._count)
-        self._count += 1
+        rid = str(self.counts["requests"])
+        self.counts["requests"] += 1
         params = SamplingParams(
             max_tokens=min(max_tokens, self.s.max_model_len - len(prompt)),
             ignore_eos=True,
@@ -401,6 +399,7 @@ class Engine:
         """True if anything was scheduled or finished."""
         before = {rid: r.num_computed_tokens for rid, r in self.scheduler.requests.items()}
         out = self.scheduler.schedule()
+        self.counts["steps"] += 1
         first = {d.req_id: d.num_computed_tokens for d in out.scheduled_new_reqs}
         cached = out.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -437,14 +436,25 @@ class Engine:
 
     def abort(self, rid: str) -> None:
         if request := self.scheduler.requests.get(rid):
+            self.counts["aborts"] += 1
             self.scheduler.finish_requests(rid, RequestStatus.FINISHED_ABORTED)
             self.done[rid] = list(request.all_token_ids)
 
     def reset(self, running: bool = False) -> bool:
         done = self.scheduler.reset_prefix_cache(reset_running_requests=running)
         if done:
+            self.counts["resets"] += 1
             self.worker.poison(slice(None))
         return done
+
+    def happened(self) -> Counter[str]:
+        """How much of what a schedule is made of came about."""
+        told = {
+            "preemptions": self.preemptions,
+            "prefix hits": sum(hit > 0 for hit in self.hits.values()),
+            "sealed pages": self.worker.seals,
+        }
+        return self.counts + Counter(told)
 
     def run(self, *ids: str) -> None:
         """Until these requests, or all, are done."""
@@ -557,12 +567,13 @@ class Schedule:
     """(name, *numbers); each is valid after any others, so a schedule can be cut short anywhere."""
 
 
-def random_schedule(rng: Random) -> Schedule:
+def random_settings(rng: Random) -> Settings:
+    """Pools from what one request may need, no page more, to five times that."""
     page_tokens = rng.choice((8, 16))
     max_model_len = rng.choice((40, 65, 130, 200, 256, 320, 450, 640))
     drafts = rng.choice((0, 0, 0, 1, 3, 5, 63))
     need = prefill_peak_pages(max_model_len, page_tokens, drafts)
-    settings = Settings(
+    return Settings(
         page_tokens=page_tokens,
         max_model_len=max_model_len,
         pages=need + rng.choice((0, 0, 1, rng.randint(0, need), rng.randint(0, 4 * need))),
@@ -572,16 +583,22 @@ def random_schedule(rng: Random) -> Schedule:
         prefix_caching=rng.random() < 0.85,
         drafts=drafts,
         asynchronous=rng.random() < 0.4,
+        policy=rng.choice(("fcfs", "fcfs", "priority")),
     )
+
+
+def random_schedule(rng: Random) -> Schedule:
+    settings = random_settings(rng)
+    limit = settings.max_model_len
     ops: list[tuple] = []
     for _ in range(rng.randint(4, 40)):
         match rng.randrange(10):
-            case 0 | 1 | 2:  # family of prompts, its own tail, output, copies, salt, logprobs
-                length = rng.randint(1, max_model_len - 1)
+            case 0 | 1 | 2:  # the arguments of Player.add
                 ops.append((
-                    "add", rng.randrange(3), length, rng.choice((0, 0, 1, 30, 100)),
-                    rng.choice((1, 20, 70, 200, max_model_len)), rng.choice((1, 1, 1, 2, 3)),
-                    rng.choice((0, 0, 0, 1)), rng.random() < 0.05,
+                    "add", rng.randrange(3), rng.randint(1, limit - 1),
+                    rng.choice((0, 0, 1, 30, 100)), rng.choice((1, 20, 70, 200, limit)),
+                    rng.choice((1, 1, 1, 2, 3)), rng.choice((0, 0, 0, 1)),
+                    rng.random() < 0.05, rng.randrange(3),
                 ))  # fmt: skip
             case 3:
                 ops.append(
@@ -598,43 +615,79 @@ def random_schedule(rng: Random) -> Schedule:
     return Schedule(settings, tuple(ops))
 
 
+class Player:
+    """Plays the operations of a schedule; each raises if a page is wrong."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.engine = Engine(settings)
+        self.limit = settings.max_model_len
+        self.salts: dict[str, int] = {}
+
+    def add(
+        self,
+        number: int,
+        family: int,
+        length: int,
+        tail: int,
+        max_tokens: int,
+        copies: int,
+        salt: int,
+        logprobs: bool,
+        priority: int,
+    ) -> None:
+        """A prompt that begins as others of its family do and ends in a tail of its own. Copies are
+        what vLLM makes of a request with n > 1."""
+        shared = Random(family).choices(range(VOCAB), k=self.limit)[: max(length - tail, 0)]
+        prompt = shared + tokens_of(number, length - len(shared))
+        for _ in range(copies):
+            self.salts[self.engine.add(prompt, max_tokens, salt, logprobs, priority)] = salt
+
+    def next_turn(self, number: int, which: int, length: int, max_tokens: int) -> None:
+        """A prompt that goes on after another's answer."""
+        done = self.engine.done
+        if done:
+            before = list(done)[which % len(done)]
+            prompt, salt = done[before] + tokens_of(number, length), self.salts[before]
+            if len(prompt) < self.limit:
+                self.salts[self.engine.add(prompt, max_tokens, salt)] = salt
+
+    def abort(self, number: int, which: int) -> None:
+        if rids := self.engine.unfinished:
+            self.engine.abort(rids[which % len(rids)])
+
+    def reset(self, number: int, running: bool) -> None:
+        """The prefix cache; upstream miscounts drafts in flight if running requests lose theirs."""
+        s = self.engine.s
+        self.engine.reset(running and not (s.drafts and s.asynchronous))
+
+    def run(self, number: int) -> None:
+        self.engine.run()
+
+    def step(self, number: int, times: int) -> None:
+        for _ in range(times):
+            if not self.engine.unfinished:
+                break
+            self.engine.step()
+
+    def end(self) -> Engine:
+        """Raises if a page leaks."""
+        self.engine.run()
+        self.engine.step()
+        assert not self.engine.leaked(), f"{self.engine.leaked()} pages leaked"
+        return self.engine
+
+
+def tokens_of(number: int, count: int) -> list[int]:
+    """Of an operation, which no other has."""
+    return Random(number + 10).choices(range(VOCAB), k=count)
+
+
 def play(schedule: Schedule) -> Engine:
     """Raises if a page is wrong or leaks."""
-    engine = Engine(schedule.settings)
-    limit = schedule.settings.max_model_len
-    turns: dict[str, int] = {}
-    for i, (name, *args) in enumerate(schedule.ops):
-        match name:
-            case "add":
-                family, length, tail, max_tokens, copies, salt, logprobs = args
-                shared = Random(family).choices(range(VOCAB), k=limit)[: max(length - tail, 0)]
-                prompt = shared + Random(i + 10).choices(range(VOCAB), k=length - len(shared))
-                for _ in range(copies):
-                    turns[engine.add(prompt, max_tokens, salt, logprobs)] = salt
-            case "next_turn":
-                which, length, max_tokens = args
-                if engine.done:
-                    rid = list(engine.done)[which % len(engine.done)]
-                    prompt = engine.done[rid] + Random(i + 10).choices(range(VOCAB), k=length)
-                    if len(prompt) < limit:
-                        turns[engine.add(prompt, max_tokens, turns[rid])] = turns[rid]
-            case "abort":
-                if engine.unfinished:
-                    engine.abort(engine.unfinished[args[0] % len(engine.unfinished)])
-            case "reset":  # upstream miscounts drafts in flight when it resets running requests
-                running = args[0] and not (engine.s.drafts and engine.s.asynchronous)
-                engine.reset(running)
-            case "run":
-                engine.run()
-            case "step":
-                for _ in range(args[0]):
-                    if not engine.unfinished:
-                        break
-                    engine.step()
-    engine.run()
-    engine.step()
-    assert not engine.leaked(), f"{engine.leaked()} pages leaked"
-    return engine
+    player = Player(schedule.settings)
+    for number, (name, *args) in enumerate(schedule.ops):
+        getattr(player, name)(number, *args)
+    return player.end()
 
 
 def failure(schedule: Schedule) -> str:
@@ -662,32 +715,3 @@ def shrink(schedule: Schedule) -> Schedule:
                 i += size
         size //= 2
     return schedule
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Random schedules through the real scheduler.")
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
-    args = parser.parse_args()
-    wrong = leaked = preemptions = hits = 0
-    for seed in range(args.seed, args.seed + args.count):
-        schedule = random_schedule(Random(seed))
-        try:
-            engine = play(schedule)
-        except Exception as error:
-            leak = "leaked" in str(error)
-            wrong, leaked = wrong + (not leak), leaked + leak
-            small = shrink(schedule)
-            print(f"seed {seed}: {error!r}, shortest: play({small})", flush=True)
-            continue
-        preemptions += engine.preemptions
-        hits += sum(hit > 0 for hit in engine.hits.values())
-        if sys.stderr.isatty():
-            print(f"\r{seed - args.seed + 1}/{args.count}", end="", file=sys.stderr)
-    print(f"{args.count} schedules, {wrong} pages wrong, {leaked} leaked", flush=True)
-    print(f"({preemptions} preemptions, {hits} prefix hits)")
-    return bool(wrong or leaked)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -65,5 +65,8 @@ class Store:
 def write(path: Path, data: bytes) -> None:
     """Whole or not at all."""
     half = path.with_name(f".{path.name}.half")
-    half.write_bytes(data)
-    os.replace(half, path)
+    try:
+        half.write_bytes(data)
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)

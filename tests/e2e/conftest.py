@@ -69,6 +69,8 @@ class Server:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.port = s.getsockname()[1]
+        if "--port" in options:
+            self.port = int(options[options.index("--port") + 1])
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         command = [Path(sys.executable).with_name("vllm"), "serve", path]

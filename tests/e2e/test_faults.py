@@ -1,6 +1,6 @@
 """What one request or one signal did to vLLM 0.25.1, tried from outside; docs/faults.md lists it.
 
-The tests share one server, in this order; the last but one stops it.
+The tests share a server, in this order, until one ends it; the next takes its place.
 """
 
 from __future__ import annotations
@@ -351,21 +351,60 @@ def gone(processes: list[psutil.Process], seconds: float) -> list[str]:
     return alive
 
 
-def test_sigterm_ends_streams_and_process(target):
+def open_stream(server: Server) -> Iterator[bytes]:
+    """The lines of a long answer."""
+    stream = requests.post(
+        f"{server.url}/v1/completions",
+        json=PROMPT | {"max_tokens": 3000, "stream": True},
+        headers=KEY,
+        stream=True,
+        timeout=60,
+    )
+    return stream.iter_lines(chunk_size=1)
+
+
+def events(stream: Iterator[bytes]) -> list[str]:
+    return [x.decode() for x in stream if x]
+
+
+def test_sigkill_of_the_engine_ends_all(target):
+    """While it streams: the client is told, nothing keeps memory, the log says what happened."""
+    stream = open_stream(target)
+    next(stream)
+    everybody = family(target)
+    began = time.monotonic()
+    next(p for p in everybody if "EngineCore" in name(p)).kill()
+    *_, event, last = events(stream)
+    assert last == "data: [DONE]"
+    assert json.loads(event.removeprefix("data: "))["error"]["message"], event
+    target.process.wait(60)
+    assert not gone(everybody, 10)
+    assert time.monotonic() - began < 60
+    assert "EngineDeadError" in target.log.read_text()[-20_000:]
+
+
+@pytest.fixture(scope="module")
+def next_server(target, start) -> Iterator[Server]:
+    """On the port of the one that was killed."""
+    assert target.process.poll() is not None
+    s = start("--port", str(target.port))
+    try:
+        s.wait()
+        yield s
+    finally:
+        s.stop()
+
+
+def test_a_restart_serves(next_server):
+    assert post(next_server, "/v1/chat/completions", CHAT).status_code == 200
+
+
+def test_sigterm_ends_streams_and_process(next_server):
     """Ten open streams, and an eleventh client that does not read."""
+    target = next_server
 
     def read() -> str:
-        r = requests.post(
-            f"{target.url}/v1/completions",
-            json=PROMPT | {"max_tokens": 3000, "stream": True},
-            headers=KEY,
-            stream=True,
-            timeout=60,
-        )
-        text = ""
-        for line in r.iter_lines():
-            text = line.decode() or text
-        return text
+        return events(open_stream(target))[-1]
 
     deaf = http.client.HTTPConnection("127.0.0.1", target.port)
     deaf.request(
@@ -386,8 +425,9 @@ def test_sigterm_ends_streams_and_process(target):
     assert time.monotonic() - began < 30
 
 
-def test_sigkill_of_the_server_ends_all(start):
-    """While the model loads, the widest window: nothing has its handlers yet."""
+@pytest.mark.parametrize("victim", ["", "EngineCore", "Worker"])
+def test_sigkill_while_the_model_loads(start, victim):
+    """The widest window: nothing has its handlers yet. ``victim`` is the API server, or a child."""
     s = start()
     try:
         end = time.monotonic() + 300
@@ -396,8 +436,11 @@ def test_sigkill_of_the_server_ends_all(start):
             time.sleep(0.2)
         everybody = family(s)
         assert len(everybody) >= 3
-        s.process.kill()
-        assert not gone(everybody, 15)
+        next(p for p in everybody if victim in name(p)).kill()
+        assert not gone(everybody, 30)
+        if victim:
+            last = s.log.read_text().strip().splitlines()[-1]
+            assert "Engine core initialization failed" in last, last
     finally:
         if s.process.poll() is None:
             os.killpg(s.process.pid, signal.SIGKILL)

@@ -169,6 +169,24 @@ def test_a_changed_file_and_another_torch(installed: Environment) -> None:
     assert "intact" in installed.run("s4kv", "doctor")
 
 
+@pytest.mark.parametrize("pattern", ["s4kv_ext/libs4kv_cpu.so", "vllm/_C*.so"])
+def test_a_missing_library(installed: Environment, pattern: str) -> None:
+    """The doctor names it; a server with int4_kivi names it too, and does not start."""
+    path = next(installed.site.glob(pattern))
+    name = str(path.relative_to(installed.site))
+    aside = path.rename(path.with_name("aside"))
+    try:
+        report = installed.run("s4kv", "doctor", ok=False)
+        assert f"the first is {name}" in report and "pip install" in report
+        asked = ("vllm", "serve", "nowhere", "--kv-cache-dtype", "int4_kivi")
+        last = installed.run(*asked, ok=False).strip().splitlines()[-1]
+        assert last.startswith("error: --kv-cache-dtype int4_kivi: this installation is broken")
+        assert name in last and "pip install --no-deps" in last
+    finally:
+        aside.rename(path)
+    assert "intact" in installed.run("s4kv", "doctor")
+
+
 def test_removed_without_a_trace_and_installed_by_pip(installed: Environment) -> None:
     installed.pip("uninstall", "-q", "-y", "vllm", "s4kv-vllm")
     left = [p for p in ("vllm", "s4kv_ext", "s4kv_guard.py") if (installed.site / p).exists()]

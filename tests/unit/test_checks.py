@@ -85,6 +85,10 @@ def test_model_refused(tmp_path, config, words):
             "OffloadingConnector",
         ),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
+        (
+            {"kv_cache_memory_bytes": 1 << 60},
+            "--kv-cache-memory-bytes asks for 1073741824 GiB and there are ",
+        ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         (
             {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -88,9 +89,17 @@ def environment(cache: Path, **settings: str) -> dict[str, str]:
     return kept | proxies | {"PIP_CONFIG_FILE": os.devnull, "S4KV_CACHE": str(cache)} | settings
 
 
-def run(cache: Path, digest: str = "", **settings: str) -> subprocess.CompletedProcess[str]:
+def run(
+    cache: Path, digest: str = "", limit: int = 0, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """``limit``: bytes that a file may have, as on a full disk."""
+
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
     return subprocess.run(
         command(NAME, digest or sha256(DATA).hexdigest()),
+        preexec_fn=full if limit else None,
         env=environment(cache, **settings),
         capture_output=True,
         text=True,
@@ -206,6 +215,15 @@ def test_ctrl_c_leaves_what_was_fetched(tmp_path: Path, index: Index) -> None:
     assert part.stat().st_size > 1_000_000
     index.stall = False
     assert run(tmp_path, PIP_INDEX_URL=index.url).returncode == 0
+
+
+def test_a_full_disk_and_then_a_free_one(tmp_path: Path, index: Index) -> None:
+    done = run(tmp_path, limit=1_000_000, PIP_INDEX_URL=index.url)
+    assert done.returncode == 1
+    assert f"s4kv: error: cannot write {tmp_path / NAME}.part: " in done.stderr
+    assert "Traceback" not in done.stderr and len(index.asked) == 1
+    assert run(tmp_path, PIP_INDEX_URL=index.url).returncode == 0
+    assert index.asked[1] == "bytes=1000000-"
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:

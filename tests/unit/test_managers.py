@@ -246,3 +246,25 @@ def test_preempted_by_priority_after_it_was_scheduled(page_tokens):
         engine.step()
         engine.add(prompt(184), max_tokens=200, priority=1)
         engine.run()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_prompt_of_one_token_beside_others_that_draft(asynchronous):
+    """It is padded with drafts, but not where the prefill threshold would cut them off again."""
+    engine = Engine(
+        Settings(
+            *(8, 130, 60, 64, 4),
+            long_prefill_token_threshold=17,
+            drafts=63,
+            asynchronous=asynchronous,
+        )
+    )
+    engine.add(prompt(57), max_tokens=65)
+    for _ in range(5):
+        engine.step()
+    engine.add(prompt(1), max_tokens=65)
+    while engine.unfinished:
+        engine.step()
+        assert all(r.num_computed_tokens >= 0 for r in engine.scheduler.requests.values())
+    engine.step()
+    assert not engine.leaked()

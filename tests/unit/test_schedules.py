@@ -12,9 +12,15 @@ from unittest.mock import patch
 import pytest
 import schedules
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from schedules import failure, play, random_schedule, shrink
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+from schedules import Player, failure, play, random_schedule, random_settings, shrink
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
 from s4kv_ext import reference
@@ -26,22 +32,79 @@ from s4kv_ext.packing import LanePacking
 
 @pytest.mark.parametrize("first", range(0, 300, 25))
 def test_fixed_seeds(first):
-    """The schedules that `python tests/schedules.py` begins with."""
+    """The schedules that `make soak` begins with."""
     for seed in range(first, first + 25):
         play(random_schedule(Random(seed)))
 
 
-@settings(
-    max_examples=120,
+class AnySchedule(RuleBasedStateMachine):
+    """The same operations, chosen by hypothesis, which shortens what fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    @initialize(rng=st.randoms(use_true_random=False))
+    def begin(self, rng):
+        self.player = Player(random_settings(rng))
+
+    def do(self, name: str, *args: Any) -> None:
+        getattr(self.player, name)(self.count, *args)
+        self.count += 1
+
+    @rule(
+        family=st.integers(0, 2),
+        share=st.floats(0, 1),
+        tail=st.sampled_from((0, 1, 30, 100)),
+        max_tokens=st.integers(1, 700),
+        copies=st.integers(1, 3),
+        salt=st.integers(0, 1),
+        logprobs=st.booleans(),
+        priority=st.integers(0, 2),
+    )
+    def add(self, family, share, tail, max_tokens, copies, salt, logprobs, priority):
+        length = 1 + int(share * (self.player.limit - 2))
+        self.do("add", family, length, tail, max_tokens, copies, salt, logprobs, priority)
+
+    @rule(which=st.integers(0, 7), length=st.integers(1, 150), max_tokens=st.integers(1, 150))
+    def next_turn(self, which, length, max_tokens):
+        self.do("next_turn", which, length, max_tokens)
+
+    @rule(which=st.integers(0, 7))
+    def abort(self, which):
+        self.do("abort", which)
+
+    @rule(running=st.booleans())
+    def reset(self, running):
+        self.do("reset", running)
+
+    @rule(times=st.integers(1, 130))
+    def step(self, times):
+        self.do("step", times)
+
+    @rule()
+    def run_all(self):
+        self.do("run")
+
+    def teardown(self):
+        if hasattr(self, "player"):
+            self.player.end()
+
+
+TestAnySchedule = AnySchedule.TestCase
+TestAnySchedule.settings = settings(
+    max_examples=60,
+    stateful_step_count=25,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
-    print_blob=True,
 )
-@given(st.randoms(use_true_random=False))
-def test_hypothesis_finds_nothing(rng):
-    """The same generator, steered by hypothesis, which also shortens what fails."""
-    play(random_schedule(rng))
+
+
+def test_hypothesis_would_find_a_mistake():
+    quick = settings(TestAnySchedule.settings, phases=(Phase.generate,), report_multiple_bugs=False)
+    with patch.object(schedules, "sealed_before", no_hit), pytest.raises(AssertionError):
+        run_state_machine_as_test(AnySchedule, settings=quick)
 
 
 class WithReference(schedules.Worker):

@@ -1,0 +1,158 @@
+"""A disk that is full, a folder that is read-only, two at the same work: an error in a line that
+names the place, and no half of a file."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import own_model
+import pytest
+from project import Project
+
+ROOT = Path(__file__).parents[2]
+S4KV = [str(Path(sys.executable).with_name("s4kv"))]
+BUILD = (
+    f"import sys; sys.path.insert(0, {str(ROOT / 'build')!r}); from common import main, locked\n"
+)
+
+WHEEL = """
+from pathlib import Path
+from archive import Wheel
+def make():
+    with Wheel(Path("w.whl"), "w-1.dist-info") as wheel:
+        for i in range(9):
+            wheel.add(f"part{i}", bytes(300_000))
+        wheel.close()
+main(make)
+"""
+WRITE = """
+import torch
+from pathlib import Path
+from s4kv_ext import map_file
+from s4kv_ext.compare import store
+file = map_file.MapFile(
+    torch.zeros(900, 9, 96, dtype=torch.int16), 64, map_file.Identity("", "", ""), 1
+)
+main(lambda: %s)
+"""
+MAP = WRITE % 'map_file.write(Path("m.map"), file)'
+REPORT = WRITE % 'store.write(Path("report.html"), bytes(3_000_000))'
+
+
+def run(
+    *command: str, cwd: Path, limit: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """``limit``: bytes that a file may have."""
+
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=os.environ | environment,
+        preexec_fn=full if limit else None,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("script", [WHEEL, MAP, REPORT], ids=["wheel", "map", "report"])
+def test_no_room(tmp_path, script):
+    done = run(sys.executable, "-c", BUILD + script, cwd=tmp_path, limit=1_000_000)
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("s4kv: error: ") and "File too large" in last
+    assert "Traceback" not in done.stderr and "ignored" not in done.stderr, done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("limit", [50_000_000, 200_000_000], ids=["unpacking", "writing"])
+def test_no_room_for_a_model(tmp_path, limit):
+    out = tmp_path / "models"
+    command = (*S4KV, "make-model", "--from", str(own_model.source()), "--out", str(out))
+    done = run(*command, cwd=tmp_path, limit=limit, TMPDIR=str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert "s4kv: error: " in done.stderr and "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [p.name for p in tmp_path.rglob("*")] == ["models"]
+
+
+@pytest.fixture
+def read_only(tmp_path) -> Iterator[Path]:
+    path = tmp_path / "read-only"
+    path.mkdir()
+    if os.geteuid():
+        path.chmod(0o500)
+        yield path
+        path.chmod(0o700)
+        return
+    mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("root writes everywhere, and no file system can be mounted here")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.parametrize("folder", [".", "below/it"])
+def test_a_read_only_home(tmp_path, read_only, folder):
+    there = str(read_only / folder)
+    fetching = run("make", "fetch", cwd=ROOT, S4KV_CACHE=there)
+    making = run(
+        *(*S4KV, "make-model", "--from", str(own_model.source())), cwd=tmp_path, S4KV_CACHE=there
+    )
+    for done in (fetching, making):
+        assert done.returncode
+        assert "s4kv: error: cannot " in done.stderr and "set S4KV_CACHE" in done.stderr
+        assert str(read_only) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_two_builds_at_once(tmp_path):
+    """The second waits, says so, and finds the work done."""
+    project = Project(tmp_path)
+    command = [sys.executable, str(tmp_path / "build" / "apply.py")]
+    environment = os.environ | {"S4KV_CACHE": str(project.cache)}
+    both = [
+        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    told = sorted((p.communicate(timeout=60)[1] for p in both), key=len)
+    assert [p.returncode for p in both] == [0, 0], told
+    assert "0 patches applied" in told[0] and "is up to date" in told[1], told
+
+
+def test_a_wait_for_another_can_be_ended(tmp_path):
+    code = BUILD + "from pathlib import Path; import time\n"
+    code += "def work():\n    with locked(Path('lock')):\n        print('in', flush=True)\n"
+    code += "        time.sleep(60)\nmain(work)"
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    )
+    assert first.stdout and second.stderr
+    try:
+        end = time.monotonic() + 30
+        ready, waiting = first.stdout, second.stderr
+        if not ready.readline():
+            pytest.fail("the first did not begin")
+        assert "waiting for another run (lock)" in waiting.readline()
+        second.send_signal(2)
+        assert second.wait(10) == 130 and time.monotonic() < end
+        assert "Traceback" not in waiting.read()
+    finally:
+        first.kill()
+        second.kill()
