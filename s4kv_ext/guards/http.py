@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from s4kv_ext.guards.limits import limit
 from s4kv_ext.guards.requests import bounded_id
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ID_HEADER = b"x-request-id"
+MAX_BODY = 128 << 20  # bytes; it is held in memory, several times over while it is read
+VARIABLE = "S4KV_MAX_BODY"  # another bound
 
 
 class Guard:
-    """Bounds the request id of the header, and answers what nobody caught.
+    """Bounds the request id of the header and the body, and answers what nobody caught.
 
     Starlette answers such an exception and then raises it again; the HTTP server closes the
     connection, on which the client's next request may be under way already.
@@ -21,6 +25,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
+        self.max_body = limit(VARIABLE, MAX_BODY)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -39,13 +44,33 @@ class Guard:
             await send(message)
 
         try:
-            await self.app(scope, receive, sending)
+            await self.app(scope, bounded(receive, self.max_body), sending)
         except Exception as error:
             if started:
                 raise
             response = await answer(scope, error)
             await response(scope, receive, send)
         return None
+
+
+def bounded(receive: Receive, most: int) -> Receive:
+    """The same, but a body of more bytes ends in 413, before the rest of it has been read."""
+    received = 0
+
+    async def receiving() -> Message:
+        nonlocal received
+        message = await receive()
+        received += len(message.get("body", b""))
+        if received > most:
+            from fastapi import HTTPException
+
+            raise HTTPException(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the body has more than {most} bytes (the server's variable {VARIABLE})",
+            )
+        return message
+
+    return receiving
 
 
 async def answer(scope: Scope, error: Exception) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -77,13 +78,38 @@ def nested(depth: int) -> dict:
 
 
 def test_depth():
-    for given in (nested(100), '{"a": [1, {"b": "[[[["}]}', [1], "1"):
-        grammar.check_depth(StructuredOutputsParams(json=given) if isinstance(given, dict | str)
-                            else SimpleNamespace(json=given, structural_tag=None))  # fmt: skip
-    with pytest.raises(ValueError, match="100 levels"):
-        grammar.check_depth(StructuredOutputsParams(json=nested(102)))
-    with pytest.raises(ValueError, match="100 levels"):
-        grammar.check_depth(StructuredOutputsParams(structural_tag="[" * 102 + "]" * 102))
+    for given in (nested(100), '{"a": [1, {"b": "[[[["}]}'):
+        grammar.check_size(StructuredOutputsParams(json=given))
+    for given in ({"json": nested(102)}, {"structural_tag": "[" * 102 + "]" * 102}):
+        with pytest.raises(ValueError, match="100 levels"):
+            grammar.check_size(StructuredOutputsParams(**given))
+
+
+LONG = {
+    "choice": ["a" * 40_000, "b" * 40_000],
+    "regex": "a" * 70_000,
+    "grammar": "a" * 70_000,
+    "json": {"properties": {f"name-{i}": {"type": "string"} for i in range(3000)}},
+    "structural_tag": json.dumps({"a": "x" * 70_000}),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_a_grammar_has_a_size(kind, monkeypatch):
+    params = StructuredOutputsParams(**{kind: LONG[kind]})
+    with pytest.raises(ValueError, match=r"more than the 65536 .*S4KV_MAX_GRAMMAR"):
+        grammar.check_size(params)
+    monkeypatch.setenv("S4KV_MAX_GRAMMAR", "1000000")
+    grammar.check_size(params)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many", "٣"])
+def test_a_bound_is_a_positive_number(value, monkeypatch):
+    monkeypatch.setenv("S4KV_MAX_GRAMMAR", value)
+    with pytest.raises(ValueError, match="S4KV_MAX_GRAMMAR is no positive number"):
+        grammar.check_size(StructuredOutputsParams(regex="a"))
+    monkeypatch.setenv("S4KV_MAX_GRAMMAR", "")
+    grammar.check_size(StructuredOutputsParams(regex="a"))
 
 
 def test_a_failed_grammar_asks_nothing_and_refuses_everything():
