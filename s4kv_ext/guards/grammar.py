@@ -10,6 +10,7 @@ from s4kv_ext.guards.limits import limit
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.request import Request
     from vllm.v1.structured_output.backend_types import (
         StructuredOutputBackend,
         StructuredOutputGrammar,
@@ -59,6 +60,18 @@ def error_of(grammar: object) -> str | None:
     """What is wrong with a grammar that failed; None of one that did not."""
     error = getattr(grammar, "error", None)
     return error if isinstance(error, str) else None
+
+
+OTHERS = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens")
+
+
+def why_refused(grammar: object, request: Request) -> str | None:
+    """Why a grammar refused the token that was drawn: it failed, or the request rules out by other
+    means all that it allows. None where neither is so, which is a fault of ours."""
+    if error := error_of(grammar):
+        return error
+    others = [name for name in OTHERS if getattr(request.sampling_params, name, None)]
+    return f"{WHAT}{' and '.join(others)} may leave it no token" if others else None
 
 
 def sound(

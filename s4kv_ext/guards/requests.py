@@ -71,6 +71,19 @@ def huge_number(value: Any, path: str = "", depth: int = 8) -> str | None:
     return None
 
 
+WRONG_TYPE = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError)
+
+
+@contextmanager
+def well_typed() -> Iterator[None]:
+    """Where a validator looks into a value that is of another type than it thought, the body is
+    invalid (pydantic takes a ValueError for that)."""
+    try:
+        yield
+    except WRONG_TYPE as e:
+        raise ValueError(f"a field is not of its type: {e}") from e
+
+
 @contextmanager
 def naming(parameter: str) -> Iterator[None]:
     """Whatever goes wrong while this parameter is looked at is an error of the request."""
