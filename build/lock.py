@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Lock what tests and builds install: requirements/NAME.in says what, NAME.txt which files.
 
-Each file is named by its sha256, for every Python from 3.11 on, and --require-hashes checks it. What the product needs is in the wheel's metadata and not locked; what the tests need is chosen so
+Each file is named by its sha256, for every Python from 3.11 on, and --require-hashes checks it.
+What the product needs is in the wheel's metadata and not locked; what the tests need is chosen so
 that both fit into one environment. Without an argument locked versions stay where they can.
 
 examples:
