@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -16,7 +18,7 @@ import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from s4kv_ext.guards import auth, grammar, requests
+from s4kv_ext.guards import auth, grammar, http, requests
 
 
 @pytest.mark.parametrize("given", ["trace-7", "a" * 128, "0f8fad5b-d9cb-469f-a165-70867728950e"])
@@ -186,3 +188,54 @@ def test_a_process_ends_with_its_parent(method, stubborn):
         time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
     pytest.fail("the child outlived its parent")
+
+
+def test_a_lost_ping_is_noticed(monkeypatch):
+    """A reader of the message queue that has been idle waits for a ping, which libzmq may lose."""
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
+
+    writer = MessageQueue(n_reader=1, n_local_reader=1)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    ready = threading.Thread(target=writer.wait_until_ready)
+    ready.start()
+    reader.wait_until_ready()
+    ready.join(10)
+    reader._spin_condition.busy_loop_s = 0
+    monkeypatch.setattr(SpinCondition, "notify", lambda self: None)
+    got: list[str] = []
+    waiting = threading.Thread(
+        target=lambda: got.append(reader.dequeue(indefinite=True)), daemon=True
+    )
+    waiting.start()
+    time.sleep(0.5)  # it waits by now
+    writer.enqueue("hello")
+    waiting.join(5)
+    assert got == ["hello"]
+
+
+def test_a_grammar_that_other_fields_contradict():
+    def request(**fields) -> SimpleNamespace:
+        return SimpleNamespace(sampling_params=SamplingParams(**fields))
+
+    told = grammar.why_refused(Mock(), request(allowed_token_ids=[1], min_tokens=2))
+    assert told.startswith(grammar.WHAT) and "allowed_token_ids and min_tokens" in told
+    assert grammar.why_refused(Mock(), request()) is None  # a fault of ours, and 500
+    failed = grammar.failed(RuntimeError("no such rule"))
+    assert "no such rule" in grammar.why_refused(failed, request(min_tokens=2))
+
+
+def test_a_body_is_cut_off_where_it_is_too_long():
+    from fastapi import HTTPException
+
+    async def receive():
+        return {"type": "http.request", "body": b"x" * 40, "more_body": True}
+
+    async def read(n: int) -> None:
+        receiving = http.bounded(receive, 100)
+        for _ in range(n):
+            await receiving()
+
+    asyncio.run(read(2))
+    with pytest.raises(HTTPException, match="S4KV_MAX_BODY") as told:
+        asyncio.run(read(3))
+    assert told.value.status_code == 413
