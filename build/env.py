@@ -136,7 +136,7 @@ def install(variant: str, *, tests: bool = False) -> None:
         say("installing into .venv")
         # A rebuilt wheel has the version of the old one: name what must be laid down again.
         again = ["--reinstall-package", "vllm", "--reinstall-package", "s4kv-vllm"]
-        fits = ["--constraint", lock("tests")] if tests else []
+        fits = ["--constraint", str(lock("tests"))] if tests else []
         uv("pip", "install", *again, vllm, f"{alias}[model]", *fits)
         if tests:
             install_locked("tests", VENV / "bin" / "python")

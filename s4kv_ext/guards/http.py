@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 ID_HEADER = b"x-request-id"
 MAX_BODY = 128 << 20  # bytes; it is held in memory, several times over while it is read
 VARIABLE = "S4KV_MAX_BODY"  # another bound
+MAX_VALUES = 2_000_000  # of JSON in a body; each takes up to a hundred bytes, and a microsecond
 
 
 class Guard:
@@ -54,19 +55,23 @@ class Guard:
 
 
 def bounded(receive: Receive, most: int) -> Receive:
-    """The same, but a body of more bytes ends in 413, before the rest of it has been read."""
-    received = 0
+    """The same, but a body of more bytes, or of more values than any prompt has, ends in 413 before
+    the rest of it has been read."""
+    received = values = 0
 
     async def receiving() -> Message:
-        nonlocal received
+        nonlocal received, values
         message = await receive()
-        received += len(message.get("body", b""))
-        if received > most:
+        body = message.get("body", b"")
+        received += len(body)
+        values += sum(body.count(c) for c in (b",", b"[", b"{"))
+        if received > most or values > MAX_VALUES:
             from fastapi import HTTPException
 
+            bytes_ = f"{most} bytes (the server's variable {VARIABLE})"
             raise HTTPException(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the body has more than {most} bytes (the server's variable {VARIABLE})",
+                f"the body has more than {bytes_ if received > most else f'{MAX_VALUES} values'}",
             )
         return message
 

@@ -79,6 +79,11 @@ def error(r: requests.Response) -> dict[str, Any]:
     return e
 
 
+def memory(server: Server) -> int:
+    """Bytes that the API server holds."""
+    return psutil.Process(server.process.pid).memory_info().rss
+
+
 def schema(value: Any) -> dict[str, Any]:
     return {
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
@@ -265,6 +270,22 @@ def test_errors_do_not_grow(target):
     before = target.log.stat().st_size
     assert post(target, "/v1/chat/completions", CHAT | {"stop": [1] * 100_000}).status_code == 400
     assert target.log.stat().st_size - before < 4096
+
+
+@pytest.mark.parametrize(
+    "item", [{}, {"role": "user", "content": [{}] * 50}], ids=["flat", "inner"]
+)
+def test_many_wrong_items(target, item):
+    """Each costs what a right one does, not an error for each thing that it might have been."""
+    before = memory(target)
+    for path in POST:
+        for name in ("input", "messages", "prompt", "tools", "items", "token_ids", "tokens"):
+            began = time.monotonic()
+            body = {"model": "smollm2", "max_tokens": 1, name: [item] * (20_000 // len(str(item)))}
+            answer = post(target, path, body)
+            assert answer.status_code < 500 or answer.status_code == 501, (path, name, answer.text)
+            assert len(answer.content) < 4096 and time.monotonic() - began < 5, (path, name)
+    assert memory(target) - before < 300 << 20
 
 
 def test_request_ids_are_bounded(target):
