@@ -183,8 +183,8 @@ VALUES = [*NUMBERS, *TEXTS, *LISTS, *OBJECTS, *MESSAGES, *GRAMMARS, *DEEP]
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     if path:
         yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, child in items if isinstance(value, dict | list) else ():
+    items: Any = value.items() if isinstance(value, dict) else ()
+    for key, child in enumerate(value) if isinstance(value, list) else items:
         yield from places(child, (*path, key))
 
 
