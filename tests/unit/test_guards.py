@@ -243,3 +243,22 @@ def test_a_body_is_cut_off_where_it_is_too_long(monkeypatch):
     with pytest.raises(HTTPException) as told:
         asyncio.run(read(2, b"[{},"))
     assert told.value.status_code == 413 and "50 values" in told.value.detail
+
+
+@pytest.mark.parametrize(
+    "tokens, most", [(None, 1_000_000), (1024, 1_000_000), (131_072, 2_097_152)]
+)
+def test_a_text_has_a_size_before_it_is_tokenized(tokens, most, monkeypatch):
+    requests.check_text("x" * most, tokens)
+    with pytest.raises(VLLMValidationError, match="S4KV_MAX_TEXT"):
+        requests.check_text("x" * (most + 1), tokens)
+    monkeypatch.setenv("S4KV_MAX_TEXT", "9000000")
+    requests.check_text("x" * (most + 1), tokens)
+
+
+def test_what_a_validator_did_not_expect_is_the_bodys_fault():
+    for wrong in (KeyError("role"), AttributeError("get"), TypeError("int"), RecursionError()):
+        with pytest.raises(ValueError), requests.well_typed():
+            raise wrong
+    with pytest.raises(RuntimeError, match="ours"), requests.well_typed():
+        raise RuntimeError("ours")
