@@ -201,6 +201,23 @@ def test_a_field_of_another_type(target, value):
             assert answer.status_code in (200, 400), (path, name, answer.text[:300])
 
 
+ITEMS: list[dict[str, Any]] = [
+    {"type": "item_reference", "id": "a"},
+    {"id": "a"},
+    {"type": "file_search_call", "id": "a", "queries": [], "status": "completed"},
+    {"type": "computer_call_output", "call_id": "a", "output": {"type": "computer_screenshot"}},
+    {"type": "image_generation_call", "id": "a", "status": "completed", "result": "AAAA"},
+    {"type": "mcp_approval_response", "approval_request_id": "a", "approve": True},
+    {"type": "function_call_output", "call_id": "a", "output": "b"},
+]
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda i: i.get("type", "none"))
+def test_an_item_without_a_role(target, item):
+    answer = post(target, "/v1/responses", {"model": "smollm2", "input": [item]})
+    assert answer.status_code in (200, 400), answer.text
+
+
 TOOL = {
     "type": "function",
     "function": {"name": "f", "parameters": {"type": "nope", "required": ["a"]}},
