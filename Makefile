@@ -43,7 +43,7 @@ machine-test: ## the service and an instance as deploy/ makes them, five minutes
 soak:     ## 1,000 random schedules over the real scheduler; COUNT=
 	@$(PYTHON) build/env.py install && .venv/bin/python tests/schedules.py --count $(or $(COUNT),1000)
 
-fuzz:     ## hostile requests to a server of its own, an hour; COUNT=20000 SEED=1
+fuzz:     ## hostile requests to a server of its own, half an hour; COUNT=20000 SEED=1
 	@$(PYTHON) build/env.py install --tests
 	@S4KV_FUZZ_COUNT=$(or $(COUNT),20000) S4KV_FUZZ_SEED=$(or $(SEED),1) \
 	  .venv/bin/python -m pytest -s tests/e2e/test_fuzz.py
