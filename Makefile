@@ -13,7 +13,7 @@ variant = $(if $(VARIANT),--variant $(VARIANT))
 force = $(if $(findstring command line,$(origin FORCE)),$(if $(FORCE),--force))
 inherited = $(foreach v,MODEL PORT KV VARIANT ARGS,$(if $(filter environment,$(origin $v)),$v=$($v)))
 
-.PHONY: help serve install wheel bundle template test machine-test soak bench gpu-test gpu-bench fetch apply refresh verify \
+.PHONY: help serve install wheel bundle template test machine-test soak bench gpu-test gpu-bench fetch apply refresh verify lock audit fuzz \
         rebase release docs clean
 help:     ## this list
 	@sed -n 's/^\([a-z-]*\): *## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -44,6 +44,11 @@ soak:     ## 10,000 random schedules over the real scheduler, ten minutes; COUNT
 	@$(PYTHON) build/env.py install && \
 	  .venv/bin/python tests/soak.py --count $(or $(COUNT),10000) --seed $(or $(SEED),0)
 
+fuzz:     ## hostile requests to a server of its own, half an hour; COUNT=20000 SEED=1
+	@$(PYTHON) build/env.py install --tests
+	@S4KV_FUZZ_COUNT=$(or $(COUNT),20000) S4KV_FUZZ_SEED=$(or $(SEED),1) \
+	  .venv/bin/python -m pytest -s tests/e2e/test_fuzz.py
+
 bench:    ## measure fidelity and speed on this CPU, hours
 	@$(PYTHON) build/bench.py cpu
 
@@ -70,6 +75,12 @@ release:  ## release/VERSION: wheels built twice, hashes, SBOM, an index; VERSIO
 rebase:   ## move the series to another vLLM on a branch, with a report; TO= REPORT=1 NOTESTS=1 FORCE=1
 	@$(PYTHON) build/rebase.py $(or $(TO),$(error make rebase TO=0.26.0)) \
 	  $(if $(REPORT),--report) $(if $(NOTESTS),--no-tests) $(force)
+
+lock:     ## requirements/*.txt anew from *.in: files by sha256; UPGRADE=1 takes the newest
+	@$(PYTHON) build/lock.py $(if $(UPGRADE),--upgrade)
+
+audit:    ## look for known vulnerabilities of what is locked and installed; needs network
+	@$(PYTHON) build/audit.py
 
 verify:   ## prove that the series is sound: applies, is complete, says why and until when
 	@$(PYTHON) build/verify.py

@@ -32,6 +32,8 @@ def series() -> list[str]:
     lines = path.read_text().splitlines() if path.exists() else []
     names = [n for line in lines if (n := line.split("#")[0].strip())]
     for name in names:
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise Stop(f"patches/series names {name}, which is outside of patches/")
         if not (PATCHES / name).is_file():
             raise Stop(f"patches/series names {name}, which is not in patches/")
     return names
@@ -53,7 +55,10 @@ def unpack(archive: Path, into: Path, version: str) -> None:
             name = member.name.removeprefix(top)
             if name != member.name and name.split("/")[0] in KEPT:
                 member.name = name
-                tar.extract(member, into, filter="data")
+                try:
+                    tar.extract(member, into, filter="data")
+                except tarfile.FilterError as e:  # a path or a link to outside of `into`
+                    raise Stop(f"{archive} is not to be unpacked: {e}") from None
 
 
 def make(into: Path, *, names: list[str] | None = None, p: Pins | None = None) -> None:

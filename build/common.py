@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ PATCHES = ROOT / "patches"
 DIST = ROOT / "dist"
 TREE = ROOT / "build-tree"  # compiled parts, stamps, the tool environment; git-ignored
 PIN = ROOT / "vllm" / "pin.toml"
+NAME = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
 
 
 class Stop(Exception):
@@ -46,9 +48,21 @@ class Pins:
 
 
 def pins() -> Pins:
-    d = tomllib.loads(PIN.read_text())
-    tables = {"source": d["source"], "model": d["model"], **d["wheel"]}
-    return Pins(d["version"], d["revision"], {k: Pinned(**v) for k, v in tables.items()})
+    try:
+        d = tomllib.loads(PIN.read_text(encoding="utf-8"))
+        tables = {"source": d["source"], "model": d["model"], **d["wheel"]}
+        p = Pins(d["version"], d["revision"], {k: Pinned(**v) for k, v in tables.items()})
+        for key, pin in p.files.items():  # a name is a file's, not a way to one
+            for field, form in (("project", NAME), ("file", NAME), ("sha256", "[0-9a-f]{64}")):
+                if not re.fullmatch(form, value := getattr(pin, field)):
+                    raise ValueError(f"{field} of {key} is {value[:100]!r}")
+        if not re.fullmatch(NAME, p.version) or type(p.revision) is not int:
+            raise ValueError("version or revision is none")
+    except KeyError as e:
+        raise Stop(f"{PIN} has no {e}; git checkout vllm/pin.toml brings it back") from None
+    except (AttributeError, TypeError, ValueError) as e:  # TOML that is none, with its line
+        raise Stop(f"{PIN}: {e}; git checkout vllm/pin.toml brings it back") from None
+    return p
 
 
 def cache_dir() -> Path:

@@ -22,11 +22,10 @@ import sys
 from pathlib import Path
 
 import env
-from common import ROOT, TREE, Stop, locked, main, say
+from common import ROOT, TREE, Stop, main, say
 
 DOCS = ROOT / "docs"
 STAGE = TREE / "docs"
-TOOLS = "mkdocs-material>=9.7,<10"
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 CONFIG = """\
 site_name: s4kv-vllm
@@ -114,20 +113,15 @@ def stage(site: Path) -> Path:
     return config
 
 
-def mkdocs() -> Path:
-    folder = TREE / "mkdocs"
-    done = folder / "done"
-    with locked(TREE / ".mkdocs.lock"):
-        python = env.make_venv(folder)
-        if not done.exists() or done.read_text() != TOOLS:
-            env.uv("pip", "install", "-q", TOOLS, python=python)
-            done.write_text(TOOLS)
-    return folder / "bin" / "mkdocs"
-
-
 def make(config: Path) -> None:
     """The site; Stop where a link is broken. (mkdocs counts only the warnings that it shows.)"""
-    command = [str(mkdocs()), "build", "--clean", "--config-file", str(config)]
+    command = [
+        str(env.programs("docs") / "mkdocs"),
+        "build",
+        "--clean",
+        "--config-file",
+        str(config),
+    ]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1", "NO_COLOR": "1"}
     done = subprocess.run(command, env=quiet, capture_output=True, text=True, check=False)
     if done.returncode:

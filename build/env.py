@@ -23,10 +23,8 @@ from indexes import pip_settings, uv_settings
 
 VENV = ROOT / ".venv"
 TOOLS = TREE / "tools"
-TOOL_NAMES = ("uv>=0.5", "cmake>=3.26", "ninja")
 DISK = 9e9  # torch brings its CUDA libraries along, also for the CPU variant
-TESTS = ROOT / "tests" / "requirements.txt"
-LINTERS = ROOT / "tests" / "linters.txt"
+REQUIREMENTS = ROOT / "requirements"
 
 
 def call(command: list[str | Path], **kwargs) -> None:
@@ -37,20 +35,28 @@ def call(command: list[str | Path], **kwargs) -> None:
         raise Stop(f"failed: {' '.join(str(c) for c in command)[:300]}")
 
 
+def lock(name: str) -> Path:
+    """What is installed for `tools`, `tests` and so on: files by their sha256 (build/lock.py)."""
+    return REQUIREMENTS / f"{name}.txt"
+
+
 @cache
 def tools() -> Path:
     """The folder of uv, cmake and ninja, which pip installs into an environment of their own."""
     done = TOOLS / "done"
-    wanted = " ".join(TOOL_NAMES)
+    wanted = digest(lock("tools"))
     TREE.mkdir(exist_ok=True)
     with locked(TREE / ".tools.lock"):
         if not done.exists() or done.read_text() != wanted:
-            say(f"getting the build tools ({wanted})")
+            say("getting the build tools (uv, cmake, ninja)")
             shutil.rmtree(TOOLS, ignore_errors=True)
             call([sys.executable, "-m", "venv", "--without-pip", TOOLS])
             pip = [pip_python(), "-m", "pip", "--python", str(TOOLS), "install", "-q"]
             done_by = subprocess.run(
-                [*pip, *TOOL_NAMES], capture_output=True, text=True, check=False
+                [*pip, "--require-hashes", "-r", lock("tools")],
+                capture_output=True,
+                text=True,
+                check=False,
             )
             if done_by.returncode:
                 told = [x for x in done_by.stderr.splitlines() if x.startswith("ERROR")]
@@ -62,7 +68,10 @@ def tools() -> Path:
 
 def uv(*args: str | Path, python: Path | None = None) -> None:
     """One uv command; `pip install` and the like act on `python` and on pip's indexes."""
-    flags, env = uv_settings(pip_settings(pip_python()))
+    settings = pip_settings(pip_python())
+    if "--require-hashes" in args:  # uv takes no constraints then, and nothing is left to choose
+        settings.pop("constraint", None)
+    flags, env = uv_settings(settings)
     command: list[str | Path] = [tools() / "uv", *args]
     if args[0] == "pip":
         command += ["--python", python or VENV / "bin" / "python"]
@@ -79,16 +88,21 @@ def make_venv(path: Path) -> Path:
     return python
 
 
-def linters() -> Path:
-    """The folder of the programs that tests/linters.txt names."""
-    path = TREE / "linters"
+def programs(name: str) -> Path:
+    """The folder of the programs that requirements/NAME.txt locks, an environment of their own."""
+    path = TREE / "programs" / name
     stamp = path / "done"
-    with locked(TREE / ".linters.lock"):
-        if not stamp.exists() or stamp.read_text() != digest(LINTERS):
+    TREE.mkdir(exist_ok=True)
+    with locked(TREE / f".{name}.lock"):
+        if not stamp.exists() or stamp.read_text() != digest(lock(name)):
             stamp.unlink(missing_ok=True)
-            uv("pip", "install", "-q", "-r", LINTERS, python=make_venv(path))
-            stamp.write_text(digest(LINTERS))
+            install_locked(name, make_venv(path))
+            stamp.write_text(digest(lock(name)))
     return path / "bin"
+
+
+def install_locked(name: str, python: Path) -> None:
+    uv("pip", "install", "-q", "--require-hashes", "-r", lock(name), python=python)
 
 
 def need_disk(n: float) -> None:
@@ -111,7 +125,7 @@ def install(variant: str, *, tests: bool = False) -> None:
     vllm, alias = wheel.build(variant)
     with locked(TREE / ".venv.lock"):
         stamp = VENV / ".s4kv-installed"
-        product, tools = digest(vllm) + digest(alias), digest(TESTS) if tests else ""
+        product, tools = digest(vllm) + digest(alias), digest(lock("tests")) if tests else ""
         have = stamp.read_text().split() if stamp.exists() else []
         if have[:1] == [product] and tools in ("", *have):
             return
@@ -122,8 +136,10 @@ def install(variant: str, *, tests: bool = False) -> None:
         say("installing into .venv")
         # A rebuilt wheel has the version of the old one: name what must be laid down again.
         again = ["--reinstall-package", "vllm", "--reinstall-package", "s4kv-vllm"]
-        extra = ["-r", str(TESTS)] if tests else []
-        uv("pip", "install", *again, vllm, f"{alias}[model]", *extra)
+        fits = ["--constraint", str(lock("tests"))] if tests else []
+        uv("pip", "install", *again, vllm, f"{alias}[model]", *fits)
+        if tests:
+            install_locked("tests", VENV / "bin" / "python")
         # What the tests need stays installed when the product alone is installed anew.
         stamp.write_text(" ".join([product, tools or " ".join(have[1:])]))
 

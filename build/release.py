@@ -23,12 +23,11 @@ from pathlib import Path
 
 import env
 import index
-from common import ROOT, TREE, Pins, Stop, digest, git, locked, main, pins, say
+from common import ROOT, TREE, Pins, Stop, digest, git, main, pins, say
 
 OUT = ROOT / "release"
 CHANGELOG = ROOT / "CHANGELOG.md"
 VARIANTS = ("cpu", "cuda")
-SBOM_TOOLS = "cyclonedx-python-lib[json-validation]>=11,<12"
 
 
 def released(p: Pins) -> str:
@@ -90,13 +89,7 @@ def compare(first: list[Path], second: list[Path]) -> None:
 
 def sbom(wheel: Path, out: Path) -> Path:
     """By a library in an environment of its own, so that the other scripts need none."""
-    folder = TREE / "sbom"
-    done = folder / "done"
-    with locked(TREE / ".sbom.lock"):
-        python = env.make_venv(folder)
-        if not done.exists() or done.read_text() != SBOM_TOOLS:
-            env.uv("pip", "install", "-q", SBOM_TOOLS, "packaging", python=python)
-            done.write_text(SBOM_TOOLS)
+    python = env.programs("release") / "python"
     path = out / f"{wheel.stem}.cdx.json"
     stamp = git("show", "-s", "--format=%cI", "HEAD", cwd=ROOT).strip()
     env.call([python, ROOT / "build" / "sbom.py", wheel, path, "--time", stamp])

@@ -175,6 +175,8 @@ def check_values(file: MapFile) -> None:
     m = file.slot_channel
     if m.dtype != torch.int16 or m.ndim != 3 or m.shape[2] != key_slots(file.head_dim):
         raise ValueError(f"{m.dtype} {list(m.shape)} for head_dim {file.head_dim}")
+    if not m.numel():
+        raise ValueError("it is empty")
     if m.min() < 0 or m.max() >= file.head_dim:
         raise ValueError("a channel is out of range")
     if (m.diff() < 0).any() or (m[..., 2:] == m[..., :-2]).any():

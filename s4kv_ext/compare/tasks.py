@@ -21,6 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+from jsonschema import Draft202012Validator
+from jsonschema.validators import validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 FIELDS = {
     "id": str,
@@ -67,7 +71,7 @@ def load(path: Path) -> list[Task]:
             continue
         try:
             found.append(read(json.loads(line), path.stem, f"{path.stem}-{number}"))
-        except ValueError as e:  # json.JSONDecodeError is one
+        except (ValueError, RecursionError) as e:  # json.JSONDecodeError is a ValueError
             told = f"not JSON: {e.msg}" if isinstance(e, json.JSONDecodeError) else str(e)
             raise ValueError(f"{path}, line {number}: {told}") from None
     if not found:
@@ -100,17 +104,27 @@ def read(line: Any, group: str, name: str) -> Task:
     if "regex" in line:
         try:
             re.compile(line["regex"])
-        except re.error as e:
+        except (re.error, OverflowError) as e:
             raise ValueError(f"'regex' is none: {e}") from None
     if "schema" in line:
-        try:
-            jsonschema.validators.validator_for(line["schema"]).check_schema(line["schema"])
-        except jsonschema.SchemaError as e:
-            raise ValueError(f"'schema' is none: {e.message}") from None
+        for value in ({}, [], "", 0, None):
+            fits(value, line["schema"])
     given: dict[str, Any] = {"id": name, "task": group} | line
     if "messages" in given:
         given["messages"] = tuple(given["messages"])
     return Task(**given)
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """Raises ValueError for a schema that is none, or refers to elsewhere or for ever to itself."""
+    try:
+        validator = validator_for(schema, Draft202012Validator)
+        validator.check_schema(schema)
+        return validator(schema, registry=Registry()).is_valid(value)  # which asks no server
+    except jsonschema.SchemaError as e:
+        raise ValueError(f"'schema' is none: {e.message[:300]}") from None
+    except (Unresolvable, AttributeError, RecursionError, TypeError) as e:
+        raise ValueError(f"'schema' cannot be used: {e!s:.300}") from None
 
 
 def squeezed(text: str) -> str:
@@ -130,10 +144,9 @@ def prefix_share(expected: str, answer: str) -> float:
 
 def of_schema(schema: dict[str, Any], answer: str) -> bool:
     try:
-        jsonschema.validate(json.loads(answer), schema)
-    except (ValueError, jsonschema.ValidationError):
+        return fits(json.loads(answer), schema)
+    except (ValueError, RecursionError):
         return False
-    return True
 
 
 def score(task: Task, answer: str) -> float | None:

@@ -8,9 +8,16 @@ from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
 
+from s4kv_ext.guards.limits import limit
+
 MAX_TEXT = 2000  # characters of an error message
 MAX_ID = 128  # characters of a request id; those that trace systems use have 16 to 64
 ERRORS_TOLD = 5
+# Characters that are tokenized. One word of 50 million, which is the worst, takes minutes, and
+# others wait; the longest texts that fit into a context have fewer than 16 a token.
+TOKENIZED = 1_000_000
+A_TOKEN = 16
+TOKENIZED_VARIABLE = "S4KV_MAX_TEXT"
 
 
 def bounded_text(text: str) -> str:
@@ -32,6 +39,19 @@ def bound_id_of(request: Any) -> None:
     """The same for the body's field ``request_id``."""
     if isinstance(given := getattr(request, "request_id", None), str):
         request.request_id = bounded_id(given)
+
+
+def check_text(text: str, max_tokens: int | None) -> None:
+    """Raises an error of the client if a text is longer than tokenizing it may take."""
+    from vllm.exceptions import VLLMValidationError
+
+    most = limit(TOKENIZED_VARIABLE, max(TOKENIZED, A_TOKEN * (max_tokens or 0)))
+    if len(text) > most:
+        raise VLLMValidationError(
+            f"the text has {len(text)} characters, more than the {most} that this server tokenizes "
+            f"(its environment variable {TOKENIZED_VARIABLE})",
+            parameter="input_text",
+        )
 
 
 def is_object(body: bytes) -> bool:
@@ -69,6 +89,19 @@ def huge_number(value: Any, path: str = "", depth: int = 8) -> str | None:
         if found := huge_number(item, f"{path}.{name}" if path else str(name), depth - 1):
             return found
     return None
+
+
+WRONG_TYPE = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError)
+
+
+@contextmanager
+def well_typed() -> Iterator[None]:
+    """Where a validator looks into a value that is of another type than it thought, the body is
+    invalid (pydantic takes a ValueError for that)."""
+    try:
+        yield
+    except WRONG_TYPE as e:
+        raise ValueError(f"a field is not of its type: {e}") from e
 
 
 @contextmanager

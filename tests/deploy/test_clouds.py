@@ -31,7 +31,7 @@ sys.path.remove(str(ROOT / "build"))
 
 @pytest.fixture(scope="session")
 def linters() -> Path:
-    return build_env.linters()
+    return build_env.programs("linters")
 
 
 def lint(*command: str | Path) -> str:

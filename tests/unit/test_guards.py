@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -15,7 +18,7 @@ import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from s4kv_ext.guards import auth, grammar, requests
+from s4kv_ext.guards import auth, grammar, http, requests
 
 
 @pytest.mark.parametrize("given", ["trace-7", "a" * 128, "0f8fad5b-d9cb-469f-a165-70867728950e"])
@@ -77,13 +80,38 @@ def nested(depth: int) -> dict:
 
 
 def test_depth():
-    for given in (nested(100), '{"a": [1, {"b": "[[[["}]}', [1], "1"):
-        grammar.check_depth(StructuredOutputsParams(json=given) if isinstance(given, dict | str)
-                            else SimpleNamespace(json=given, structural_tag=None))  # fmt: skip
-    with pytest.raises(ValueError, match="100 levels"):
-        grammar.check_depth(StructuredOutputsParams(json=nested(102)))
-    with pytest.raises(ValueError, match="100 levels"):
-        grammar.check_depth(StructuredOutputsParams(structural_tag="[" * 102 + "]" * 102))
+    for given in (nested(100), '{"a": [1, {"b": "[[[["}]}'):
+        grammar.check_size(StructuredOutputsParams(json=given))
+    for given in ({"json": nested(102)}, {"structural_tag": "[" * 102 + "]" * 102}):
+        with pytest.raises(ValueError, match="100 levels"):
+            grammar.check_size(StructuredOutputsParams(**given))
+
+
+LONG = {
+    "choice": ["a" * 40_000, "b" * 40_000],
+    "regex": "a" * 70_000,
+    "grammar": "a" * 70_000,
+    "json": {"properties": {f"name-{i}": {"type": "string"} for i in range(3000)}},
+    "structural_tag": json.dumps({"a": "x" * 70_000}),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_a_grammar_has_a_size(kind, monkeypatch):
+    params = StructuredOutputsParams(**{kind: LONG[kind]})
+    with pytest.raises(ValueError, match=r"more than the 65536 .*S4KV_MAX_GRAMMAR"):
+        grammar.check_size(params)
+    monkeypatch.setenv("S4KV_MAX_GRAMMAR", "1000000")
+    grammar.check_size(params)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many", "٣"])
+def test_a_bound_is_a_positive_number(value, monkeypatch):
+    monkeypatch.setenv("S4KV_MAX_GRAMMAR", value)
+    with pytest.raises(ValueError, match="S4KV_MAX_GRAMMAR is no positive number"):
+        grammar.check_size(StructuredOutputsParams(regex="a"))
+    monkeypatch.setenv("S4KV_MAX_GRAMMAR", "")
+    grammar.check_size(StructuredOutputsParams(regex="a"))
 
 
 def test_a_failed_grammar_asks_nothing_and_refuses_everything():
@@ -160,3 +188,77 @@ def test_a_process_ends_with_its_parent(method, stubborn):
         time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
     pytest.fail("the child outlived its parent")
+
+
+def test_a_lost_ping_is_noticed(monkeypatch):
+    """A reader of the message queue that has been idle waits for a ping, which libzmq may lose."""
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
+
+    writer = MessageQueue(n_reader=1, n_local_reader=1)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    ready = threading.Thread(target=writer.wait_until_ready)
+    ready.start()
+    reader.wait_until_ready()
+    ready.join(10)
+    reader._spin_condition.busy_loop_s = 0
+    monkeypatch.setattr(SpinCondition, "notify", lambda self: None)
+    got: list[str] = []
+    waiting = threading.Thread(
+        target=lambda: got.append(reader.dequeue(indefinite=True)), daemon=True
+    )
+    waiting.start()
+    time.sleep(0.5)  # it waits by now
+    writer.enqueue("hello")
+    waiting.join(5)
+    assert got == ["hello"]
+
+
+def test_a_grammar_that_other_fields_contradict():
+    def request(**fields) -> SimpleNamespace:
+        return SimpleNamespace(sampling_params=SamplingParams(**fields))
+
+    told = grammar.why_refused(Mock(), request(allowed_token_ids=[1], min_tokens=2))
+    assert told.startswith(grammar.WHAT) and "allowed_token_ids and min_tokens" in told
+    assert grammar.why_refused(Mock(), request()) is None  # a fault of ours, and 500
+    failed = grammar.failed(RuntimeError("no such rule"))
+    assert "no such rule" in grammar.why_refused(failed, request(min_tokens=2))
+
+
+def test_a_body_is_cut_off_where_it_is_too_long(monkeypatch):
+    from fastapi import HTTPException
+
+    async def read(n: int, part: bytes = b"x") -> None:
+        async def receive():
+            return {"type": "http.request", "body": part * (40 // len(part)), "more_body": True}
+
+        receiving = http.bounded(receive, 100)
+        for _ in range(n):
+            await receiving()
+
+    asyncio.run(read(2))
+    with pytest.raises(HTTPException) as told:
+        asyncio.run(read(3))
+    assert told.value.status_code == 413 and "S4KV_MAX_BODY" in told.value.detail
+    monkeypatch.setattr(http, "MAX_VALUES", 50)
+    with pytest.raises(HTTPException) as told:
+        asyncio.run(read(2, b"[{},"))
+    assert told.value.status_code == 413 and "50 values" in told.value.detail
+
+
+@pytest.mark.parametrize(
+    "tokens, most", [(None, 1_000_000), (1024, 1_000_000), (131_072, 2_097_152)]
+)
+def test_a_text_has_a_size_before_it_is_tokenized(tokens, most, monkeypatch):
+    requests.check_text("x" * most, tokens)
+    with pytest.raises(VLLMValidationError, match="S4KV_MAX_TEXT"):
+        requests.check_text("x" * (most + 1), tokens)
+    monkeypatch.setenv("S4KV_MAX_TEXT", "9000000")
+    requests.check_text("x" * (most + 1), tokens)
+
+
+def test_what_a_validator_did_not_expect_is_the_bodys_fault():
+    for wrong in (KeyError("role"), AttributeError("get"), TypeError("int"), RecursionError()):
+        with pytest.raises(ValueError), requests.well_typed():
+            raise wrong
+    with pytest.raises(RuntimeError, match="ours"), requests.well_typed():
+        raise RuntimeError("ours")
