@@ -216,7 +216,8 @@ ITEMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda i: i.get("type", "none"))
 def test_an_item_without_a_role(target, item):
-    answer = post(target, "/v1/responses", {"model": "smollm2", "input": [item]})
+    body = {"model": "smollm2", "input": [item], "max_output_tokens": 1}
+    answer = post(target, "/v1/responses", body)
     assert answer.status_code in (200, 400), answer.text
 
 
