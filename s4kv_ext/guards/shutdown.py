@@ -11,9 +11,7 @@ if TYPE_CHECKING:
 GRACE = 5  # seconds in which open connections may send what they still have
 
 
-def end_requests(engine_client: Any, server: uvicorn.Server) -> None:
-    """Called when the engine has ended. What waits for its tokens gets an error (503, or the last
-    event of a stream), and a client that does not read cannot hold the process."""
+def _stopping() -> Exception:
     from vllm.entrypoints.openai.engine.protocol import GenerationError
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -22,7 +20,21 @@ def end_requests(engine_client: Any, server: uvicorn.Server) -> None:
             Exception.__init__(self, "the server is shutting down")
             self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
 
+    return Stopping()
+
+
+def expect_end(engine_client: Any) -> None:
+    """Called before the engine is ended: whoever notices first that it is gone, requests hear that
+    the server is shutting down, not that the engine died."""
+    if processor := getattr(engine_client, "output_processor", None):
+        propagate = processor.propagate_error
+        processor.propagate_error = lambda _: propagate(_stopping())
+
+
+def end_requests(engine_client: Any, server: uvicorn.Server) -> None:
+    """Called when the engine has ended. What waits for its tokens gets an error (503, or the last
+    event of a stream), and a client that does not read cannot hold the process."""
     if server.config.timeout_graceful_shutdown is None:
         server.config.timeout_graceful_shutdown = GRACE
     if processor := getattr(engine_client, "output_processor", None):
-        processor.propagate_error(Stopping())
+        processor.propagate_error(_stopping())

@@ -17,8 +17,9 @@ import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from s4kv_ext.guards import auth, grammar, http, requests
+from s4kv_ext.guards import auth, grammar, http, requests, shutdown
 
 
 @pytest.mark.parametrize("given", ["trace-7", "a" * 128, "0f8fad5b-d9cb-469f-a165-70867728950e"])
@@ -262,3 +263,16 @@ def test_what_a_validator_did_not_expect_is_the_bodys_fault():
             raise wrong
     with pytest.raises(RuntimeError, match="ours"), requests.well_typed():
         raise RuntimeError("ours")
+
+
+def test_requests_hear_of_the_shutdown_whoever_notices_the_end_first():
+    """The watch over the engine's process may see its end before the shutdown goes on."""
+    processor = Mock()
+    propagate, client = processor.propagate_error, SimpleNamespace(output_processor=processor)
+    server = SimpleNamespace(config=SimpleNamespace(timeout_graceful_shutdown=None))
+    shutdown.expect_end(client)
+    client.output_processor.propagate_error(EngineDeadError())
+    shutdown.end_requests(client, server)
+    heard = [str(call.args[0]) for call in propagate.call_args_list]
+    assert heard == ["the server is shutting down"] * 2
+    assert server.config.timeout_graceful_shutdown == shutdown.GRACE
