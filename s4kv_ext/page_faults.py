@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import ModelRunnerOutput
 
-WHAT = "a page of the KV cache is not this request's any more"
-
 
 @dataclass
 class StepTags:
@@ -125,7 +123,7 @@ class PageFaults:
 
         init_logger("vllm.s4kv_ext").error(
             "%s: request %s, page %d, expected tag %d, found %d; the request is ended",
-            *(WHAT, rid, mismatch.page, mismatch.expected, mismatch.found),
+            *(page_tags.WHAT, rid, mismatch.page, mismatch.expected, mismatch.found),
         )
         request = self.scheduler.requests[rid]
         self.scheduler.finish_requests(rid, RequestStatus.FINISHED_ERROR)
@@ -133,7 +131,7 @@ class PageFaults:
             request_id=rid,
             new_token_ids=[],
             finish_reason=request.get_finished_reason(),
-            stop_reason=f"{WHAT}; send the request again",
+            stop_reason=f"{page_tags.WHAT}; send the request again",
             events=request.take_events(),
             trace_headers=request.trace_headers,
         )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 MAX_TAG = 2**31 - 1
+WHAT = "a page of the KV cache is not this request's any more"
 
 
 class PoolTags:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from s4kv_ext import page_tags
 from s4kv_ext.guards.limits import limit
 
 if TYPE_CHECKING:
@@ -89,19 +90,21 @@ def sound(
 
 
 def raise_if_failed(output: RequestOutput) -> None:
-    """On the API server's side: the client's error (400) if its grammar was at fault; else the
-    server's (500), with what the engine says of it."""
+    """On the API server's side: the client's error (400) if its grammar was at fault, the server's
+    (500) that says so if a page was."""
     for o in output.outputs:
-        if o.finish_reason != "error" or not o.stop_reason:
+        if o.finish_reason != "error":
             continue
-        if str(o.stop_reason).startswith(WHAT):
+        why = str(o.stop_reason)
+        if why.startswith(WHAT):
             from vllm.exceptions import VLLMValidationError
 
-            raise VLLMValidationError(str(o.stop_reason), parameter="structured_outputs")
-        from vllm.entrypoints.openai.engine.protocol import GenerationError
-        from vllm.v1.engine.async_llm import InputStreamError  # its cause is raised as it is
+            raise VLLMValidationError(why, parameter="structured_outputs")
+        if why.startswith(page_tags.WHAT):
+            from vllm.entrypoints.openai.engine.protocol import GenerationError
+            from vllm.v1.engine.async_llm import InputStreamError  # its cause is raised as it is
 
-        raise InputStreamError(GenerationError(str(o.stop_reason)))
+            raise InputStreamError(GenerationError(why))
 
 
 def check_size(params: StructuredOutputsParams) -> None:

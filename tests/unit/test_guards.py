@@ -15,10 +15,13 @@ from unittest.mock import Mock
 import orphan
 import pytest
 import torch
+from vllm.entrypoints.openai.engine.protocol import GenerationError
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.async_llm import InputStreamError
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from s4kv_ext import page_tags
 from s4kv_ext.guards import auth, grammar, http, requests, shutdown
 
 
@@ -129,6 +132,10 @@ def test_a_failed_grammar_asks_nothing_and_refuses_everything():
     for other in (None, 5, "stop"):
         output.stop_reason = other
         grammar.raise_if_failed(SimpleNamespace(outputs=[output]))
+    output.stop_reason = f"{page_tags.WHAT}; send the request again"
+    with pytest.raises(InputStreamError, match="send the request again") as raised:
+        grammar.raise_if_failed(SimpleNamespace(outputs=[output]))
+    assert isinstance(raised.value.cause, GenerationError)
 
 
 class Allows:
