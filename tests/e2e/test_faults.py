@@ -513,9 +513,8 @@ def test_sigterm_ends_streams_and_process(next_server):
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("victim", ["", "EngineCore", "Worker"])
-def test_sigkill_while_the_model_loads(start, victim):
-    """The widest window: nothing has its handlers yet. ``victim`` is the API server, or a child."""
+def test_sigkill_while_the_model_loads(start):
+    """Of the API server, in the widest window: nothing has its handlers yet."""
     s = start()
     try:
         end = time.monotonic() + 300
@@ -524,11 +523,8 @@ def test_sigkill_while_the_model_loads(start, victim):
             time.sleep(0.2)
         everybody = family(s)
         assert len(everybody) >= 3
-        next(p for p in everybody if victim in name(p)).kill()
-        assert not gone(everybody, 30)
-        if victim:
-            last = s.log.read_text().strip().splitlines()[-1]
-            assert "Engine core initialization failed" in last, last
+        s.process.kill()
+        assert not gone(everybody, 15)
     finally:
         if s.process.poll() is None:
             os.killpg(s.process.pid, signal.SIGKILL)

@@ -171,17 +171,19 @@ def test_a_changed_file_and_another_torch(installed: Environment) -> None:
 
 @pytest.mark.parametrize("pattern", ["s4kv_ext/libs4kv_cpu.so", "vllm/_C*.so"])
 def test_a_missing_library(installed: Environment, pattern: str) -> None:
-    """The doctor names it; a server with int4_kivi names it too, and does not start."""
+    """The doctor names it; where it is ours a server with int4_kivi names it too, and does not
+    start. Of upstream's files a start checks the patched ones only."""
     path = next(installed.site.glob(pattern))
     name = str(path.relative_to(installed.site))
     aside = path.rename(path.with_name("aside"))
     try:
         report = installed.run("s4kv", "doctor", ok=False)
         assert f"the first is {name}" in report and "pip install" in report
-        asked = ("vllm", "serve", "nowhere", "--kv-cache-dtype", "int4_kivi")
-        last = installed.run(*asked, ok=False).strip().splitlines()[-1]
-        assert last.startswith("error: --kv-cache-dtype int4_kivi: this installation is broken")
-        assert name in last and "pip install --no-deps" in last
+        if name.startswith("s4kv_ext"):
+            asked = ("vllm", "serve", "nowhere", "--kv-cache-dtype", "int4_kivi")
+            last = installed.run(*asked, ok=False).strip().splitlines()[-1]
+            assert last.startswith("error: --kv-cache-dtype int4_kivi: this installation is broken")
+            assert name in last and "pip install --no-deps" in last
     finally:
         aside.rename(path)
     assert "intact" in installed.run("s4kv", "doctor")
