@@ -95,7 +95,7 @@ class PageCheck:
         """Take in what a step brings."""
         new: Any = out.kv_connector_metadata
         assert isinstance(new, StepTags), "a step without page tags"
-        self._step = out
+        self._step = out if out.total_num_scheduled_tokens else None
         for rid in out.finished_req_ids | (out.preempted_req_ids or set()):
             if request := self._known.pop(rid, None):
                 self._free_rows.append(request.row)

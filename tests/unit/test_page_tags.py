@@ -129,6 +129,18 @@ def test_a_request_without_rows_is_withdrawn():
     assert not tables[0][0].any() and not tables[1][0].any()
 
 
+def test_a_dummy_run_is_not_looked_at():
+    """Also where the step before it had nothing to run, but requests that ended."""
+    check = PageCheck(10, 2, (4, 4), 16, 0, torch.device("cpu"))
+    engine = CheckedEngine(Settings())
+    engine.abort(engine.add([1] * 40, 5))
+    check.begin(engine.scheduler.schedule())
+    tables = [torch.tensor([[1, 2, 3, 4]]) for _ in range(2)]
+    check.run([], tables)
+    check.run(["dummy"], tables)
+    assert tables[0].all() and tables[1].all() and check.deliver("output") == "output"
+
+
 def test_more_requests_than_rows():
     """A reset of the prefix cache sends running requests back to wait; others may come first."""
     s = Settings(max_num_seqs=2, policy="priority", pages=200)
