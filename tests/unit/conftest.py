@@ -1,7 +1,11 @@
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
+
+# Ctrl-C is ignored by what a shell starts in the background, and so by all that this starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
