@@ -54,7 +54,9 @@ bench:    ## measure fidelity and speed on this CPU, hours
 
 gpu-test: ## the tests that need a CUDA GPU; the last result is bench/results/gpu-test.txt
 	@$(PYTHON) build/env.py install --variant cuda
-	@VLLM_LOGGING_LEVEL=ERROR bash -o pipefail -c '.venv/bin/python -m pytest -s --tb=short -p no:warnings tests/gpu 2>&1 | tee bench/results/gpu-test.txt'
+	@.venv/bin/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no CUDA GPU here; the last result stays")'
+	@VLLM_LOGGING_LEVEL=ERROR bash -o pipefail -c '.venv/bin/python -m pytest -s --tb=short -p no:warnings tests/gpu 2>&1 | tee build-tree/gpu-test.txt; \
+	    done=$$?; [ $$done -gt 1 ] || cp build-tree/gpu-test.txt bench/results/; exit $$done'
 
 gpu-bench: ## measure attention, the engine, sealing and starting on a CUDA GPU, under an hour
 	@$(PYTHON) build/bench.py gpu

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import env
-from common import ROOT, TREE, Stop, cache_dir, digest, locked, say
+from common import ROOT, TREE, Stop, digest, locked, say
 
 CSRC = ROOT / "s4kv_ext" / "csrc"
 CUDA = "/usr/local/cuda/bin"  # where the toolkit's own installer puts nvcc
@@ -85,7 +85,7 @@ def build(variant: str, torch: str) -> Path:
 def fixed_folder(name: str) -> Iterator[Path]:
     """Of one name on every machine, for nvcc puts a hash of a source's path into symbols."""
     place = Path("/tmp") / f"s4kv-{name[:16]}"
-    with locked(cache_dir() / ".native.lock"):
+    with locked(Path("/tmp") / f"s4kv-{os.getuid()}.lock"):  # whatever cache a run uses
         if place.is_dir() and not place.is_symlink() and place.stat().st_uid == os.getuid():
             shutil.rmtree(place)  # of a build that was ended
         try:

@@ -129,6 +129,24 @@ def test_two_builds_at_once(tmp_path):
     assert "0 patches applied" in told[0] and "is up to date" in told[1], told
 
 
+def test_two_clones_compile_one_after_the_other(tmp_path):
+    """The folder in which kernels are compiled has the same name for both, whatever their cache."""
+    code = BUILD + "import time, native\nname = 'of a test ' + sys.argv[1]\n"
+    code += "with native.fixed_folder(name):\n    time.sleep(1)\n    print(time.monotonic())\n"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(os.getpid())],
+            env=os.environ | {"S4KV_CACHE": str(tmp_path / cache)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for cache in ("a", "b")
+    ]
+    ends = sorted(float(p.communicate(timeout=60)[0]) for p in both)
+    assert [p.returncode for p in both] == [0, 0]
+    assert ends[1] - ends[0] >= 1
+
+
 def test_a_wait_for_another_can_be_ended(tmp_path):
     code = BUILD + "from pathlib import Path; import time\n"
     code += "def work():\n    with locked(Path('lock')):\n        print('in', flush=True)\n"
