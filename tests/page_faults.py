@@ -12,12 +12,17 @@ if a request that the fault concerns goes on, or if a token of such a step leave
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import schedules
@@ -28,6 +33,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from bench.harness import RESULTS, write
 from s4kv_ext.format import SINKS, sealed_tokens
 from s4kv_ext.page_check import PageCheck
 from s4kv_ext.page_faults import PageFaults
@@ -287,29 +293,41 @@ def clean(steps: int, seed: int) -> tuple[int, int]:
     return taken, alarms
 
 
+def many(kind: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
+    """Outcomes until so many were caught, and what was missed."""
+    outcomes: Counter[str] = Counter()
+    missed: list[str] = []
+    while outcomes["caught"] + len(missed) < count:
+        try:
+            outcomes[fault(kind, seed)] += 1
+        except Exception as error:
+            missed.append(f"{kind}, seed {seed}: {error!r}")
+        seed += 1
+    return outcomes, missed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--faults", type=int, default=10_000)
-    parser.add_argument("--clean-steps", type=int, default=100_000)
+    parser.add_argument("--faults", type=int, default=10_000, help="(default: %(default)s)")
+    parser.add_argument("--clean-steps", type=int, default=100_000, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--out", type=Path, default=RESULTS / "page_faults.json")
     args = parser.parse_args()
-    outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
-    missed = 0
-    for kind in KINDS:
-        seed = args.seed
-        while outcomes[kind]["caught"] + missed < -(-args.faults // len(KINDS)):
-            try:
-                outcomes[kind][fault(kind, seed)] += 1
-            except Exception as error:
-                missed += 1
-                print(f"{kind}, seed {seed}: {error!r}", flush=True)
-            seed += 1
-        print(f"{kind}: {dict(outcomes[kind])}", flush=True)
-    caught = sum(o["caught"] for o in outcomes.values())
-    print(f"{caught} faults caught, {missed} missed")
-    taken, alarms = clean(args.clean_steps, args.seed)
-    print(f"{taken} steps without a fault, {alarms} alarms")
-    return bool(alarms or missed)
+    each = -(-args.faults // len(KINDS))
+    result: dict[str, Any] = {"caught": {}, "missed": []}
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        runs = {kind: pool.submit(many, kind, each, args.seed) for kind in KINDS}
+        quiet = pool.submit(clean, args.clean_steps, args.seed)
+        for kind, run in runs.items():
+            outcomes, missed = run.result()
+            result["caught"][kind] = outcomes["caught"]
+            result["missed"] += missed
+            print(f"{kind}: {dict(outcomes)}", *missed, sep="\n  ", flush=True)
+        result["clean_steps"], result["alarms"] = quiet.result()
+    print(f"{sum(result['caught'].values())} faults caught, {len(result['missed'])} missed")
+    print(f"{result['clean_steps']} steps without a fault, {result['alarms']} alarms")
+    write(args.out, {"what": __doc__, "seed": args.seed, **result})
+    return bool(result["alarms"] or result["missed"])
 
 
 if __name__ == "__main__":
