@@ -112,4 +112,6 @@ class RequestTags:
         return self.released.get(request_id) or self._released_before.get(request_id) or nothing
 
     def owns(self, block: KVCacheBlock, tag: int) -> bool:
-        return block.is_null or self.pool.now[block.block_id] == tag
+        """False also of a page that somebody gave back in its place."""
+        own = self.pool.now[block.block_id] == tag and block.ref_cnt > 0
+        return block.is_null or own

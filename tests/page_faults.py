@@ -34,9 +34,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from bench.harness import RESULTS, write
-from s4kv_ext.format import SINKS, sealed_tokens
+from s4kv_ext.format import SINKS
 from s4kv_ext.page_check import PageCheck
 from s4kv_ext.page_faults import PageFaults
+from s4kv_ext.reference import sealed_before
 from s4kv_ext.specs import prefill_peak_pages
 
 
@@ -124,10 +125,7 @@ class FaultyWorker(CheckedWorker):
         """Columns of its block tables that attention reads or writes, sealed and recent."""
         size = self.s.page_tokens
         sealed, recent = self.row_pages[q.row]
-        rid = next(rid for rid, s in self.sequences.items() if s is q)
-        first = self.check._known[rid].first if rid in self.check._known else 0
-        first = max(first, sealed_tokens(q.computed - self.s.drafts) // size)
-        window = range(first, recent)
+        window = range(sealed_before(q.computed, self.recent_table[q.row], size) // size, recent)
         columns = sorted({*range(min(SINKS // size, recent)), *window})
         return list(range(sealed)), [c for c in columns if self.recent_table[q.row, c]]
 

@@ -104,12 +104,12 @@ def comparison(model: Model, plans: list[Plan], problems: list[str]) -> str:
     first = plans[0]
     what = f"machines for {first.users} users" if first.users else "users of one machine"
     lines = [f"{model.name}, requests of {first.context} tokens: {what}", ""]
-    lines.append(f"{'':29}{''.join(f'{d:>11}' for d in DTYPES)}")
+    lines.append(f"{'':30}{''.join(f'{d:>11}' for d in DTYPES)}")
     for plan in plans:
         rows = {r.dtype: r for r in plan.rows}
         name = f"{plan.machine.name:14}{plan.machine.count} × {plan.machine.gpu.name:5}"
         cells = "".join(f"{_cell(rows.get(d), plan):>11}" for d in DTYPES)
-        lines.append(f"{name}{f'--tp {plan.gpus}':6}{cells}")
+        lines.append(f"{name} {f'--tp {plan.gpus}':6}{cells}")
     lines += [""] * bool(problems) + problems
     if model.refused:
         lines += ["", model.refused]
