@@ -35,7 +35,6 @@ class SealedManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: KVCacheSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.tags = RequestTags(self.block_pool)
-        self.num_hit: dict[str, int] = {}  # pages that a request found in the prefix cache
 
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
@@ -61,13 +60,10 @@ class SealedManager(FullAttentionManager):
         super().add_local_computed_blocks(request_id, new_computed_blocks, *args)
         self.num_held += len(new_computed_blocks)
         self.tags.hit(request_id, new_computed_blocks)
-        if new_computed_blocks:
-            self.num_hit[request_id] = len(new_computed_blocks)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         blocks = super().pop_blocks_for_free(request_id)
         self.num_held -= len(blocks)
-        self.num_hit.pop(request_id, None)
         return self.tags.release(request_id, blocks, self._null_block)
 
     def cache_blocks(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from s4kv_ext import page_tags, settings
-from s4kv_ext.format import BLOCK, SINKS, sealed_tokens
+from s4kv_ext.format import SINKS, sealed_tokens
 from s4kv_ext.managers import RecentManager, SealedManager
 
 if TYPE_CHECKING:
@@ -168,14 +168,15 @@ class PageFaults:
         """The request's own pages that are written in a step which begins with so many computed
         tokens, or later; a few of them perhaps before."""
         computed -= self.recent.kv_cache_spec.speculative_tokens  # may turn out to be rejected
-        sealed = max(sealed_tokens(computed) // BLOCK, self.sealed.num_hit.get(rid, 0))
-        first = computed if computed < SINKS else sealed_tokens(computed)
+        sealed = sealed_tokens(computed)
+        recent = max(0, computed) if computed < SINKS else sealed
         pages: set[int] = set()
-        for manager, begin in (self.sealed, sealed), (self.recent, first // self.recent.block_size):
+        for manager, begin in ((self.sealed, sealed), (self.recent, recent)):
             held = manager.tags.held(rid, manager.req_to_blocks.get(rid))
+            first = max(begin // manager.block_size, held.num_hit)
             pages |= {
                 block.block_id
-                for block, tag in list(zip(held.blocks, held.tags))[max(begin, 0) :]
-                if not block.is_null and manager.tags.owns(block, tag)
+                for block, tag in list(zip(held.blocks, held.tags))[first:]
+                if not block.is_null and manager.tags.same(block, tag)
             }
         return pages

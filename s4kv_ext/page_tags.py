@@ -66,6 +66,8 @@ class Held:
 
     blocks: Sequence[KVCacheBlock]
     tags: list[int]
+    num_hit: int
+    """How many of them, from the first, it found in the prefix cache."""
 
 
 class RequestTags:
@@ -74,6 +76,7 @@ class RequestTags:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = of(pool)
         self.expected: defaultdict[str, list[int]] = defaultdict(list)
+        self._num_hit: dict[str, int] = {}
         self.released: dict[str, Held] = {}
         """Of requests that gave their pages back while a step with them may still run."""
         self._released_before: dict[str, Held] = {}
@@ -85,6 +88,7 @@ class RequestTags:
     def hit(self, request_id: str, blocks: Iterable[KVCacheBlock]) -> None:
         """A request gets pages out of the prefix cache."""
         self.expected[request_id] += [self.pool.cached[b.block_id] for b in blocks]
+        self._num_hit[request_id] = len(self.expected[request_id])
 
     def cache(self, request_id: str, blocks: Sequence[KVCacheBlock], first: int, end: int) -> None:
         """Its pages from ``first`` to ``end`` went into the prefix cache."""
@@ -97,7 +101,7 @@ class RequestTags:
     ) -> list[KVCacheBlock]:
         """What a request gives back of its pages: null in place of one that is another's now."""
         tags = self.expected.pop(request_id, [])
-        self.released[request_id] = Held(blocks, tags)
+        self.released[request_id] = Held(blocks, tags, self._num_hit.pop(request_id, 0))
         return [b if self.owns(b, t) else null for b, t in zip(blocks, tags, strict=True)]
 
     def forget_released(self) -> None:
@@ -107,11 +111,14 @@ class RequestTags:
     def held(self, request_id: str, blocks: Sequence[KVCacheBlock] | None) -> Held:
         """What it holds, or held when it gave its pages back not long ago."""
         if blocks:
-            return Held(blocks, self.expected[request_id])
-        nothing = Held([], [])
+            return Held(blocks, self.expected[request_id], self._num_hit.get(request_id, 0))
+        nothing = Held([], [], 0)
         return self.released.get(request_id) or self._released_before.get(request_id) or nothing
+
+    def same(self, block: KVCacheBlock, tag: int) -> bool:
+        """Nobody else was given the page since."""
+        return self.pool.now[block.block_id] == tag
 
     def owns(self, block: KVCacheBlock, tag: int) -> bool:
         """False also of a page that somebody gave back in its place."""
-        own = self.pool.now[block.block_id] == tag and block.ref_cnt > 0
-        return block.is_null or own
+        return block.is_null or (self.same(block, tag) and block.ref_cnt > 0)

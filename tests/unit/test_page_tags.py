@@ -117,6 +117,28 @@ def test_who_shares_what_was_not_written(asynchronous):
     assert not engine.leaked()
 
 
+def test_what_was_not_written_leaves_the_cache_with_its_request():
+    """Its client leaves while the step with the wrong page is in flight: the pages that it was to
+    seal are free by then, and in the prefix cache. Who shares what it had hit goes on."""
+    s = Settings(max_num_batched_tokens=512, asynchronous=True, pages=200)
+    engine = FaultyEngine(s, 0)
+    begin, own = [Random(i).choices(range(50), k=200) for i in (1, 2)]
+    engine.run(engine.add(begin, 1))
+    sharing = engine.add(begin[:150] + [7] * 60, 40)
+    first = engine.add(begin + own, 20)
+    engine.worker.spoil_row = first
+    engine.step()
+    engine.abort(first)
+    engine.step()
+    assert engine.worker.victims == {first} and not engine.caught
+    again = engine.add(begin + own, 20)
+    request = engine.scheduler.requests[again]
+    assert engine.scheduler.kv_cache_manager.get_computed_blocks(request)[1] == 128
+    engine.run()
+    assert len(engine.done[again]) == 420 and len(engine.done[sharing]) == 250
+    assert not engine.caught and not engine.leaked()
+
+
 def test_a_request_without_rows_is_withdrawn():
     """What a worker runs without having been told of it may read nothing."""
     check = PageCheck(10, 2, (4, 4), 16, 0, torch.device("cpu"))
