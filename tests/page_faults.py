@@ -22,8 +22,6 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import numpy as np
 import schedules
 import torch
@@ -33,7 +31,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from bench.harness import RESULTS, write
 from s4kv_ext.format import SINKS
 from s4kv_ext.page_check import PageCheck
 from s4kv_ext.page_faults import PageFaults
@@ -305,6 +302,9 @@ def many(kind: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
 
 
 def main() -> int:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from bench.harness import RESULTS, write
+
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--faults", type=int, default=10_000, help="(default: %(default)s)")
     parser.add_argument("--clean-steps", type=int, default=100_000, help="(default: %(default)s)")
