@@ -173,7 +173,7 @@ class RecentManager(SlidingWindowManager):
         )
         if last <= first:
             return
-        pages = list(zip(blocks, self.tags.expected[request_id]))[first:last]
+        pages = zip(blocks[first:last], self.tags.expected[request_id][first:last], strict=True)
         returned = [(b, tag) for b, tag in pages if not b.is_null]
         blocks[first:last] = [self._null_block] * (last - first)
         self._num_returned[request_id] = last

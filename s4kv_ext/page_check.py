@@ -19,7 +19,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from s4kv_ext import settings
 from s4kv_ext.format import SINKS, sealed_tokens
-from s4kv_ext.page_faults import Mismatch, Mismatches, StepTags
+from s4kv_ext.page_faults import Mismatch, Mismatches, StepTags, computed_tokens
 from s4kv_ext.specs import RecentSpec, SealedSpec
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class PageCheck:
         Turns the rows of requests with a wrong page into null pages."""
         if self._step is None:  # a dummy run
             return
-        computed = self._computed(self._step)
+        computed = computed_tokens(self._step)
         self._step = None
         nobody = _Known(0, [1, 0])
         rows = []
@@ -157,12 +157,6 @@ class PageCheck:
         for table in tables:
             table[: len(rows)].masked_fill_(wrong[:, :1] != 0, 0)
         self._found = _Found(list(req_ids), wrong)
-
-    @staticmethod
-    def _computed(out: SchedulerOutput) -> dict[str, int]:
-        cached = out.scheduled_cached_reqs
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        return computed | {new.req_id: new.num_computed_tokens for new in out.scheduled_new_reqs}
 
     def deliver(self, output: Any) -> Any:
         """What a worker returns of a step, with what was found in it."""

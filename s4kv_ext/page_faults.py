@@ -44,6 +44,13 @@ class Mismatches:
     by_request: dict[str, Mismatch]
 
 
+def computed_tokens(out: SchedulerOutput) -> dict[str, int]:
+    """Of each request of a step, before it."""
+    cached = out.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return computed | {new.req_id: new.num_computed_tokens for new in out.scheduled_new_reqs}
+
+
 def watch(core: EngineCore) -> None:
     """Called once an engine core has its scheduler."""
     if settings.page_tags(core.vllm_config):
@@ -141,9 +148,7 @@ class PageFaults:
     ) -> tuple[dict[str, Mismatch], set[int]]:
         """The requests to end: those that were found, and those that share a page which such a one
         was to write in this step; and the pages that must leave the prefix cache."""
-        cached = out.scheduled_cached_reqs
-        computed = {new.req_id: new.num_computed_tokens for new in out.scheduled_new_reqs}
-        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed = computed_tokens(out)
         # A worker that runs a request which is long finished names one that is not in the step.
         todo = [(rid, computed[rid], found[rid]) for rid in found if rid in computed]
         result: dict[str, Mismatch] = {}

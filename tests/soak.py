@@ -9,7 +9,6 @@ examples:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ from tqdm import tqdm  # noqa: E402
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from bench.harness import RESULTS, machine  # noqa: E402
+from bench.harness import RESULTS, write  # noqa: E402
 
 
 def soak(first: int, count: int) -> dict[str, Any]:
@@ -78,9 +77,7 @@ def main() -> int:
     )
     whole = told["schedules"] == args.count
     if whole:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"machine": machine()} | told, indent=1) + "\n")
-        print(f"wrote {args.out}")
+        write(args.out, told)
     else:
         print(f"interrupted; {args.out} stays as it was")
     return 1 if told["failures"] else 0 if whole else 130
