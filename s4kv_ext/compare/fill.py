@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 import uuid
@@ -13,7 +14,6 @@ import aiohttp
 from s4kv_ext.compare.client import Client, Gone, Refused, message
 from s4kv_ext.compare.quality import Tick
 from s4kv_ext.compare.scrape import (
-    FINISHED,
     PREEMPTIONS,
     PROMPT_TOKENS,
     RUNNING,
@@ -25,6 +25,8 @@ from s4kv_ext.compare.scrape import (
 
 POLL = 0.1
 SETTLE = 60.0  # seconds for the aborted requests to leave
+DATA = b"data: "
+ERROR = DATA + b'{"error"'
 IDS = range(1000, 9000)  # token ids that every vocabulary has
 
 
@@ -34,12 +36,13 @@ def lengths(max_model_len: int, wanted: int) -> tuple[int, int]:
     return prompt, max_model_len - prompt
 
 
-def preempted(before: Scrape, now: Scrape, running: float) -> bool:
-    """vLLM counts a preemption only when that request goes on, which in a full cache may take long;
-    fewer run meanwhile than at the peak, though none has ended."""
+def preempted(before: Scrape, now: Scrape, held: dict[str, float]) -> bool:
+    """vLLM counts a preemption only when that request goes on, which in a full cache may take long.
+    Meanwhile it waits again: fewer run than at the peak, and none has left."""
     if now.total(PREEMPTIONS) > before.total(PREEMPTIONS):
         return True
-    return now.total(RUNNING) < running and now.total(FINISHED) == before.total(FINISHED)
+    there = now.total(RUNNING) + now.total(WAITING)
+    return now.total(RUNNING) < held["requests"] and there >= held["there"]
 
 
 def fill(
@@ -64,13 +67,15 @@ def fill(
         async with session.post(f"{client.url}/v1/completions", json=sent) as told:
             if told.status != 200:
                 raise Refused(message(await told.json(content_type=None)))
-            async for _ in told.content:
-                pass
+            async for line in told.content:
+                if line.startswith(ERROR):
+                    raise Refused(message(json.loads(line.removeprefix(DATA))))
 
     async def run() -> dict[str, Any]:
         before = await asyncio.to_thread(client.scrape)
         start = time.monotonic()
-        held: dict[str, Any] = {"tokens": 0.0, "requests": 0.0, "usage": 0.0}
+        held = {"tokens": 0.0, "requests": 0.0, "there": 0.0, "usage": 0.0}
+        total = 0.0
         ended = "time"
         async with client.session() as session:
             jobs = [asyncio.ensure_future(one(session)) for _ in range(count)]
@@ -78,28 +83,36 @@ def fill(
                 await asyncio.sleep(POLL)
                 tick()
                 now = await asyncio.to_thread(client.scrape)
-                if preempted(before, now, held["requests"]):
-                    ended = "preempted"
-                    break
+                total = sum(now.total(m) - before.total(m) for m in (PROMPT_TOKENS, TEXT_TOKENS))
                 done = [j for j in jobs if j.done()]
                 if wrong := [e for j in done if (e := j.exception())]:
                     if isinstance(wrong[0], Refused):
                         raise wrong[0]
                     raise Gone(f"{client.url} does not answer: {type(wrong[0]).__name__}")
+                if preempted(before, now, held):
+                    ended = "preempted"
+                    break
                 if done:  # the first request has ended, and none was preempted
                     ended = "fits"
                     break
-                total = sum(now.total(m) - before.total(m) for m in (PROMPT_TOKENS, TEXT_TOKENS))
                 held = {
                     "tokens": max(held["tokens"], total),
                     "requests": max(held["requests"], now.total(RUNNING)),
+                    "there": max(held["there"], now.total(RUNNING) + now.total(WAITING)),
                     "usage": max(held["usage"], now.total(USAGE) / facts["engines"]),
                 }
             for job in jobs:  # closing the connection aborts the request
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
         took = time.monotonic() - start
-        return held | {"ended": ended, "seconds": took, "prompt": prompt, "answer": answer}
+        return {
+            **held,
+            "ended": ended,
+            "tokens_at_end": total,  # with what was computed after the preemption
+            "seconds": took,
+            "prompt": prompt,
+            "answer": answer,
+        }
 
     result = asyncio.run(run())
     end = time.monotonic() + SETTLE

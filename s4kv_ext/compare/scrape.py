@@ -12,7 +12,6 @@ USAGE = "vllm:kv_cache_usage_perc"
 PROMPT_TOKENS = "vllm:prompt_tokens_total"
 TEXT_TOKENS = "vllm:generation_tokens_total"
 PREFIX_HITS = "vllm:prefix_cache_hits_total"
-FINISHED = "vllm:request_success_total"
 QUEUE_SUM = "vllm:request_queue_time_seconds_sum"
 QUEUE_COUNT = "vllm:request_queue_time_seconds_count"
 

@@ -3,7 +3,8 @@
 `bench serve` with made-up latencies. Only what `s4kv compare` asks of the real one.
 
 KV cache dtypes: auto, fp8 (a little off), broken (wrong answers), slow (wrong latencies), dies (the
-server ends when it is asked anything with "needle" in it), never (it ends before it is ready).
+server ends when it is asked anything with "needle" in it), never (it ends before it is ready), cut
+(streams end with an error).
 """
 
 from __future__ import annotations
@@ -167,6 +168,9 @@ class Handler(BaseHTTPRequestHandler):
             s.preempted += 1
         self.send_response(200)
         self.end_headers()
+        if s.dtype == "cut":
+            self.wfile.write(b'data: {"error": {"message": "no page is left"}}\n\n')
+            return
         try:
             while True:
                 self.wfile.write(b"data: {}\n\n")

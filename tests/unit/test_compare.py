@@ -216,6 +216,15 @@ def test_own_servers_speed_and_fill(compare, command, tasks):
     assert "slow is WORSE than auto: ttft_p95 2, not <= 1.2" in told
 
 
+def test_an_error_in_a_stream_is_no_preemption(compare, command, tasks):
+    args = ["model", "--kv", "auto", "--kv", "cut", *tasks, "--skip", "speed"]
+    status, report, told = compare(*args)
+    assert status == 1
+    assert report["first"][0].startswith("cut against auto is INCOMPLETE")
+    failure = report["failures"][0]
+    assert failure["what"] == "fill" and "no page is left" in failure["message"], told
+
+
 def test_a_server_that_dies_does_not_cost_the_other(compare, command, tasks):
     args = ["model", "--kv", "auto", "--kv", "dies", *tasks, "--skip", "speed,fill"]
     status, report, told = compare(*args)

@@ -133,21 +133,21 @@ def test_capacity_counts_all_engines_and_reads_the_log():
     assert capacity.read(facts, "")["bytes_a_token"] is None
 
 
-def metrics(running: int, preempted: int = 0, finished: int = 0) -> Scrape:
+def metrics(running: int, waiting: int, preempted: int = 0) -> Scrape:
     return Scrape(
         f"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running {running}\n"
+        f"# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting {waiting}\n"
         f"# TYPE vllm:num_preemptions counter\nvllm:num_preemptions_total {preempted}\n"
-        "# TYPE vllm:request_success counter\n"
-        f'vllm:request_success_total{{finished_reason="length"}} {finished}\n'
     )
 
 
 def test_a_preemption_shows_before_it_is_counted():
-    start = metrics(0)
-    assert not fill.preempted(start, metrics(4), 4)
-    assert fill.preempted(start, metrics(5, preempted=1), 4)
-    assert fill.preempted(start, metrics(3), 4)
-    assert not fill.preempted(start, metrics(3, finished=1), 4)
+    start, held = metrics(0, 0), {"requests": 4, "there": 9}
+    assert not fill.preempted(start, metrics(4, 5), held)
+    assert fill.preempted(start, metrics(5, 4, preempted=1), held)
+    assert fill.preempted(start, metrics(3, 6), held)
+    # One has left, with its answer or an error, or because its client went.
+    assert not fill.preempted(start, metrics(3, 5), held)
 
 
 def test_prompts_of_filling_leave_room_to_grow():

@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,26 +150,21 @@ def test_a_wait_for_another_can_be_ended(tmp_path):
     code = BUILD + "from pathlib import Path; import time\n"
     code += "def work():\n    with locked(Path('lock')):\n        print('in', flush=True)\n"
     code += "        time.sleep(60)\nmain(work)"
-    first, second = (
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    pipe = subprocess.PIPE
+
+    def begin() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", code], cwd=tmp_path, stdout=pipe, stderr=pipe, text=True
         )
-        for _ in range(2)
-    )
-    assert first.stdout and second.stderr
+
+    begun = [begin()]
     try:
-        end = time.monotonic() + 30
-        ready, waiting = first.stdout, second.stderr
-        if not ready.readline():
-            pytest.fail("the first did not begin")
-        assert "waiting for another run (lock)" in waiting.readline()
+        assert begun[0].stdout and begun[0].stdout.readline() == "in\n"
+        begun.append(second := begin())
+        assert second.stderr and "waiting for another run (lock)" in second.stderr.readline()
         second.send_signal(2)
-        assert second.wait(10) == 130 and time.monotonic() < end
-        assert "Traceback" not in waiting.read()
+        assert second.wait(10) == 130
+        assert "Traceback" not in second.stderr.read()
     finally:
-        first.kill()
-        second.kill()
+        for process in begun:
+            process.kill()
