@@ -79,8 +79,8 @@ def parser(doc: str | None, result: str) -> argparse.ArgumentParser:
     return ap
 
 
-def in_process(options: dict[str, Any], environment: dict[str, str] | None = None) -> Any:
-    """Run this very script again with ``--child OPTIONS``, show its log, return what it reported.
+def child(options: dict[str, Any], environment: dict[str, str] | None = None) -> str:
+    """Run this very script again with ``--child OPTIONS``; what it printed, its log included.
 
     One engine a process: memory, threads and compiled code of one do not touch the next.
     """
@@ -95,10 +95,20 @@ def in_process(options: dict[str, Any], environment: dict[str, str] | None = Non
     command = [sys.executable, sys.argv[0], "--child", json.dumps(options)]
     env = env | os.environ | (environment or {})
     run = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
-    lines = [x for x in run.stdout.splitlines() if x.startswith(MARK)]
-    if run.returncode or not lines:
+    if run.returncode or MARK not in run.stdout:
         raise SystemExit(f"the engine ended with status {run.returncode}:\n{run.stdout[-3000:]}")
+    return run.stdout
+
+
+def reported(stdout: str) -> Any:
+    """What a child reported."""
+    lines = [x for x in stdout.splitlines() if x.startswith(MARK)]
     return json.loads(lines[-1].removeprefix(MARK))
+
+
+def in_process(options: dict[str, Any], environment: dict[str, str] | None = None) -> Any:
+    """What a ``child`` reported."""
+    return reported(child(options, environment))
 
 
 def serve_child(options: dict[str, Any] | None, run: Callable[..., Any]) -> None:

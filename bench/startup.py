@@ -3,21 +3,24 @@
 
 Each start is a process of its own and counts from before the interpreter; weights are random. The
 first of a dtype finds the caches of vLLM, Triton and torch empty (cold), those after it find what
-it left (warm). The dtypes take turns.
+it left (warm). The dtypes take turns. Of int4_kivi also the pass that chooses the channel maps, as
+the log tells it; each start has it.
 
   bench/startup.py --model bench/models/qwen2.5-7b --dtype bfloat16
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from harness import in_process, parser, serve_child, write
+from harness import child, in_process, parser, reported, serve_child, write
 
+MAPS = re.compile(r"channel maps of \d+ layers from \d+ tokens in ([\d.]+) s")
 CACHES = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 
 
@@ -52,8 +55,11 @@ def main() -> None:
             for kv, row in table.items():
                 caches = {name: f"{folder}/{kv}/{name}" for name in CACHES}
                 begin = time.time()
-                told = in_process(common | {"kv": kv}, caches)
+                stdout = child(common | {"kv": kv}, caches | {"VLLM_LOGGING_LEVEL": "INFO"})
+                told = reported(stdout)
                 seconds = {"ready_s": told["ready"] - begin}
+                if chosen := MAPS.search(stdout):
+                    seconds["channel_maps_s"] = float(chosen[1])
                 if told["compile_s"]:  # vLLM does not tell on a CPU
                     seconds["compile_s"] = told["compile_s"]
                 row.setdefault(kind, []).append(seconds)

@@ -121,6 +121,8 @@ def server(model_path, tmp_path_factory) -> Iterator[Server]:
         *("--served-model-name", "smollm2", "--dtype", "float32", "--kv-cache-dtype", "int4_kivi"),
         *("--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20), "--enforce-eager"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        "--enable-request-id-headers",
+        *("--override-generation-config", '{"max_new_tokens": 8}'),  # who says nothing, gets little
     )
     try:
         s.wait()

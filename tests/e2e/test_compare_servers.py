@@ -24,6 +24,7 @@ from s4kv_ext.compare.svg import COLOURS
 
 HERE = Path(__file__).parent
 BROKEN = "int4_kivi:keys=plain"
+MEMORY = 56 << 20  # bytes, of a cache that fills within seconds
 SECRET = "The ferry to Tadoussac leaves at seven"
 TASKS = [
     {"prompt": f"{SECRET}. " * 30 + "The ferry to", "expected": "Tadoussac leaves at seven"},
@@ -41,29 +42,33 @@ TASKS = [
 BROWSERS = ("google-chrome", "chromium", "chromium-browser")
 
 
+def compare(model: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(HERE / "broken_cache"), os.getenv("PYTHONPATH")]))
+    keep = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    command = [
+        *(Path(sys.executable).with_name("s4kv"), "compare", model, *options, "--together"),
+        *("--kv", "auto", "--kv", "int4_kivi", "--kv", BROKEN, "--out", folder / "report"),
+        *("--tasks", folder / "mine.jsonl", "--builtin", "quotes", "--builtin-count", "3"),
+        *("--context", "500", "--max-tokens", "32", "--fill-len", "250"),
+        *("--rates", "4", "--speed-rounds", "1", "--num-prompts", "6"),
+        *("--input-len", "64", "--output-len", "8", "--fail-if", "top1<0.8"),
+        # Six requests on a busy machine say nothing of speed, and five tasks little of quality.
+        *("--threshold", "quality>=0.8", "--threshold", "tokens_per_s>=0.01"),
+        *("--threshold", "ttft_p95<=100", "--threshold", "tpot_p95<=100"),
+        *("--", "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"),
+        *("--max-num-batched-tokens", "128", "--kv-cache-memory-bytes", str(MEMORY)),
+    ]
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=keep | {"PYTHONPATH": path}
+    )
+
+
 @pytest.fixture(scope="module")
 def run(model_path, tmp_path_factory):
     """The exit status, the folder of the report, and what was printed."""
     folder = tmp_path_factory.mktemp("compare")
     (folder / "mine.jsonl").write_text("\n".join(map(json.dumps, TASKS)))
-    path = os.pathsep.join(filter(None, [str(HERE / "broken_cache"), os.getenv("PYTHONPATH")]))
-    keep = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    command = [
-        *(Path(sys.executable).with_name("s4kv"), "compare", model_path(), "--together"),
-        *("--kv", "auto", "--kv", "int4_kivi", "--kv", BROKEN, "--out", folder / "report"),
-        *("--tasks", folder / "mine.jsonl", "--builtin", "quotes,needle", "--builtin-count", "2"),
-        *("--context", "500", "--max-tokens", "32", "--fill-len", "400"),
-        *("--rates", "4", "--speed-rounds", "1", "--num-prompts", "6"),
-        *("--input-len", "64", "--output-len", "8", "--fail-if", "top1<0.8"),
-        # Six requests on a busy machine say nothing of speed, and eight tasks little of quality.
-        *("--threshold", "quality>=0.8", "--threshold", "tokens_per_s>=0.01"),
-        *("--threshold", "ttft_p95<=100", "--threshold", "tpot_p95<=100"),
-        *("--", "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"),
-        *("--max-num-batched-tokens", "128", "--kv-cache-memory-bytes", str(96 << 20)),
-    ]
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, env=keep | {"PYTHONPATH": path}
-    )
+    done = compare(model_path(), folder)
     print(done.stdout, done.stderr)
     assert (folder / "report" / "report.json").exists(), done.stderr
     return done.returncode, folder / "report", done.stdout
@@ -96,10 +101,14 @@ def test_capacity_and_filling(report):
     base, good, _ = report["figures"]
     assert good["values"]["kv_tokens"] > 3
     for f in (base, good):
-        assert f["fill"]["ended"] == "preempted"
-        assert 0.5 * f["capacity"]["kv_tokens"] < f["fill"]["tokens"]
-    assert good["fill"]["tokens"] > 1.5 * base["fill"]["tokens"]
-    assert good["capacity"]["memory_bytes"] == 96 << 20
+        held = f["fill"]
+        print(held)
+        assert held["ended"] == "preempted"
+        # Between two readings of /metrics, which a busy server does not give often.
+        assert held["tokens"] <= held["tokens_at_end"]
+        assert 0.5 * f["capacity"]["kv_tokens"] < held["tokens_at_end"]
+    assert good["fill"]["tokens_at_end"] > 1.5 * base["fill"]["tokens_at_end"]
+    assert good["capacity"]["memory_bytes"] == MEMORY
 
 
 def test_speed_is_measured_on_every_side(report):
@@ -125,32 +134,14 @@ def test_no_prompt_is_in_a_log_and_no_server_is_left(run):
             assert s.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_a_second_run_with_resume_has_nothing_to_do(run, report):
+def test_a_second_run_with_resume_has_nothing_to_do(run, report, model_path):
     """It makes the report anew from what is there, in seconds."""
-    path = run[1] / "report.json"
-    before = path.read_text()
-    command = [sys.executable, "-c", "from s4kv_ext import cli; cli.main()", *arguments(run[1])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    status, folder, _ = run
+    before = json.loads((folder / "report.json").read_text())
+    done = compare(model_path(), folder.parent, "--resume")
+    assert done.returncode == status, done.stderr
     assert "starting a server" not in done.stderr
-    again = json.loads(path.read_text())
-    assert again["figures"] == json.loads(before)["figures"]
-
-
-def arguments(folder: Path) -> list[str]:
-    """The run's own, from the plan it keeps."""
-    plan = json.loads((folder / "plan.json").read_text())
-    names = [side[0] for side in plan["sides"]]
-    return [
-        *("compare", plan["model"], *(x for n in names for x in ("--kv", n)), "--resume"),
-        *("--out", str(folder), "--tasks", str(folder.parent / "mine.jsonl")),
-        *("--builtin", "quotes,needle", "--builtin-count", "2", "--rates", "4"),
-        *(x for k in ("rounds", "speed_rounds", "concurrency", "context", "top", "max_tokens")
-          for x in (f"--{k.replace('_', '-')}", str(plan[k]))),
-        *(x for k in ("positions", "input_len", "output_len", "num_prompts", "fill_len")
-          for x in (f"--{k.replace('_', '-')}", str(plan[k]))),
-        *("--", *plan["arguments"]),
-    ]  # fmt: skip
+    assert json.loads((folder / "report.json").read_text())["figures"] == before["figures"]
 
 
 def test_the_page_shows_its_plots(run, tmp_path):

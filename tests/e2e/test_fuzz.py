@@ -62,26 +62,8 @@ class Neighbour:
 
 
 @pytest.fixture(scope="module")
-def target(model_path, tmp_path_factory) -> Iterator[Server]:
-    s = Server(
-        model_path(),
-        tmp_path_factory.mktemp("fuzz") / "log",
-        *("--served-model-name", hostile.MODEL, "--dtype", "float32", "--enforce-eager"),
-        *("--kv-cache-dtype", "int4_kivi", "--max-model-len", "1024"),
-        *("--kv-cache-memory-bytes", str(256 << 20), "--enable-request-id-headers"),
-        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-        *("--override-generation-config", json.dumps({"max_new_tokens": 8})),  # no long answers
-    )
-    try:
-        s.wait()
-        yield s
-    finally:
-        s.stop()
-
-
-@pytest.fixture(scope="module")
-def neighbour(target) -> Iterator[Neighbour]:
-    n = Neighbour(target.url)
+def neighbour(server) -> Iterator[Neighbour]:
+    n = Neighbour(server.url)
     threads = [threading.Thread(target=f, daemon=True) for f in (n.health, n.text)]
     for t in threads:
         t.start()
@@ -93,20 +75,20 @@ def neighbour(target) -> Iterator[Neighbour]:
 class Judge:
     """Looks at every answer; keeps what is wrong, so that one fault does not hide the next."""
 
-    target: Server
+    server: Server
     neighbour: Neighbour
     wrong: list[str] = field(default_factory=list)
 
     def send(self, what: str, sent: int, call: Callable[[], requests.Response]) -> None:
         self.neighbour.sent = what[:300]
-        log = self.target.log.stat().st_size
+        log = self.server.log.stat().st_size
         began = time.monotonic()
         try:
             answer = call()
         except requests.RequestException as e:
             self.wrong.append(f"no answer ({e!r:.100}): {what:.300}")
             return
-        took, logged = time.monotonic() - began, self.target.log.stat().st_size - log
+        took, logged = time.monotonic() - began, self.server.log.stat().st_size - log
         events = [x for x in answer.text.splitlines() if x.startswith('data: {"error"')]
         codes = [answer.status_code, *(json.loads(x[6:])["error"]["code"] for x in events)]
         bad = {
@@ -122,12 +104,12 @@ class Judge:
 
     def verdict(self) -> None:
         assert not self.wrong, f"{len(self.wrong)} faults:\n" + "\n".join(self.wrong[:20])
-        assert self.target.process.poll() is None
+        assert self.server.process.poll() is None
 
 
 @pytest.fixture
-def judge(target, neighbour) -> Judge:
-    return Judge(target, neighbour)
+def judge(server, neighbour) -> Judge:
+    return Judge(server, neighbour)
 
 
 def post(judge: Judge, path: str, body: bytes, **headers: str) -> None:
@@ -135,7 +117,7 @@ def post(judge: Judge, path: str, body: bytes, **headers: str) -> None:
     judge.send(
         f"{path} {headers if len(headers) > 1 else ''} {body[:280]!r}",
         len(body) + sum(map(len, headers.values())),
-        lambda: requests.post(judge.target.url + path, data=body, headers=headers, timeout=60),
+        lambda: requests.post(judge.server.url + path, data=body, headers=headers, timeout=60),
     )
 
 
@@ -147,7 +129,7 @@ def test_spoilt_values(judge):
 
 def test_what_the_schema_makes(judge):
     """From the server's own description of itself, all routes that it has."""
-    described = requests.get(f"{judge.target.url}/openapi.json", timeout=30).json()
+    described = requests.get(f"{judge.server.url}/openapi.json", timeout=30).json()
     operations = [r.ok() for r in schemathesis.openapi.from_dict(described).get_all_operations()]
     assert len(operations) > 20
     for operation in operations:
@@ -162,7 +144,7 @@ def test_what_the_schema_makes(judge):
         )
         @given(case=operation.as_strategy())
         def send(case: Any) -> None:
-            made = case.as_transport_kwargs(base_url=judge.target.url)
+            made = case.as_transport_kwargs(base_url=judge.server.url)
             size = len(json.dumps(made["json"])) if made.get("json") is not None else 0
             what = f"{made['method']} {made['url']} {made.get('json')!r}"
             judge.send(what, size, lambda: requests.request(**made, timeout=60))
@@ -186,11 +168,11 @@ BODIES = {
 @pytest.mark.parametrize("name", BODIES)
 def test_large_bodies(judge, name):
     path, body = BODIES[name]
-    before = memory(judge.target)
+    before = memory(judge.server)
     post(judge, path, json.dumps({"model": hostile.MODEL, "max_tokens": 3} | body).encode())
     judge.verdict()
     time.sleep(1)
-    assert memory(judge.target) - before < 12 * BIG
+    assert memory(judge.server) - before < 12 * BIG
 
 
 def memory(server: Server) -> int:
@@ -240,13 +222,13 @@ WIRE = {
 
 @pytest.mark.parametrize("name", WIRE)
 def test_on_the_wire(judge, name):
-    before = judge.target.log.stat().st_size
-    answer = raw(judge.target, WIRE[name])
+    before = judge.server.log.stat().st_size
+    answer = raw(judge.server, WIRE[name])
     status = answer.split(b" ")[1] if answer.startswith(b"HTTP/1.1 ") else b"closed"
     assert status == b"closed" or 400 <= int(status) < 500, answer[:300]
     assert len(answer) < 16_384
-    assert judge.target.log.stat().st_size - before < 16_384 + 4 * len(WIRE[name])
-    raw(judge.target, WIRE[name], then=b"\r\n")
+    assert judge.server.log.stat().st_size - before < 16_384 + 4 * len(WIRE[name])
+    raw(judge.server, WIRE[name], then=b"\r\n")
     judge.verdict()
 
 
@@ -272,10 +254,10 @@ def test_a_body_has_a_bound(judge):
         for _ in range(140):
             yield b"a" * (1 << 20)
 
-    before = memory(judge.target)
+    before = memory(judge.server)
     try:
         answer = requests.post(
-            f"{judge.target.url}/v1/completions",
+            f"{judge.server.url}/v1/completions",
             data=pieces(),
             headers={"Content-Type": "application/json"},
             timeout=60,
@@ -284,10 +266,10 @@ def test_a_body_has_a_bound(judge):
         assert "S4KV_MAX_BODY" in answer.json()["error"]["message"]
     except requests.ConnectionError:
         pytest.fail("the connection ended without an answer")
-    assert memory(judge.target) - before < 3 * 140 << 20
+    assert memory(judge.server) - before < 3 * 140 << 20
 
 
-def test_nobody_else_noticed(target, neighbour):
+def test_nobody_else_noticed(server, neighbour):
     time.sleep(1)
     assert len(neighbour.texts) > 10
     assert set(neighbour.texts) == {neighbour.texts[0]}
@@ -301,8 +283,8 @@ def test_nobody_else_noticed(target, neighbour):
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     end = time.monotonic() + 30
     while True:
-        requests.post(f"{target.url}/v1/completions", json=GREEDY, timeout=60).raise_for_status()
-        left = {name: value for name in names if (value := target.metric(f"vllm:{name}"))}
+        requests.post(f"{server.url}/v1/completions", json=GREEDY, timeout=60).raise_for_status()
+        left = {name: value for name in names if (value := server.metric(f"vllm:{name}"))}
         if not left or time.monotonic() > end:
             break
     assert not left
