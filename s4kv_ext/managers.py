@@ -49,9 +49,10 @@ class SealedManager(FullAttentionManager):
         new = super().allocate_new_blocks(
             request_id, sealed_tokens(num_tokens), num_tokens_main_model
         )
-        self.num_taken += len(new)
-        self.num_held += len(new)
-        self.tags.take(request_id, new)
+        if new:  # one step in BLOCK
+            self.num_taken += len(new)
+            self.num_held += len(new)
+            self.tags.take(request_id, new)
         return new
 
     def add_local_computed_blocks(
@@ -73,7 +74,8 @@ class SealedManager(FullAttentionManager):
         before = self.num_cached_block.get(rid, 0)
         super().cache_blocks(request, sealed_tokens(num_tokens), retention_interval)
         after = self.num_cached_block.get(rid, 0)
-        self.tags.cache(rid, self.req_to_blocks[rid], before, after)
+        if after > before:
+            self.tags.cache(rid, self.req_to_blocks[rid], before, after)
 
     @classmethod
     def find_longest_cache_hit(
