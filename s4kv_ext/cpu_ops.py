@@ -80,3 +80,20 @@ def attend(
 def causal_attend(query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> None:
     """Attention of one sequence without a cache."""
     torch.ops.s4kv_cpu.causal_attend(query, key, value, scale, out)
+
+
+def check_pages(
+    cells: Tensor,
+    num_pages: int,
+    step: Tensor,
+    sealed_table: Tensor,
+    recent_table: Tensor,
+    page_tokens: int,
+    withdraw: bool,
+    wrong: Tensor,
+) -> None:
+    """Compare the tags of the pages that a step needs; meaning and shapes as in
+    ``reference.check_pages``."""
+    torch.ops.s4kv_cpu.check_pages(
+        cells, num_pages, step, sealed_table, recent_table, page_tokens, withdraw, wrong
+    )

@@ -263,3 +263,20 @@ def dequant_context(
     torch.ops.s4kv_cuda.dequant_context(
         pages.sealed, pages.recent, pages.slot_channel, *plan.tables, start, rows, key, value
     )
+
+
+def check_pages(
+    cells: Tensor,
+    num_pages: int,
+    step: Tensor,
+    sealed_table: Tensor,
+    recent_table: Tensor,
+    page_tokens: int,
+    withdraw: bool,
+    wrong: Tensor,
+) -> None:
+    """Compare the tags of the pages that a step needs; meaning and shapes as in
+    ``reference.check_pages``."""
+    torch.ops.s4kv_cuda.check_pages(
+        cells, num_pages, step, sealed_table, recent_table, page_tokens, withdraw, wrong
+    )

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from s4kv_ext import settings
-from s4kv_ext.format import SINKS, sealed_tokens
+from s4kv_ext import cpu_ops, cuda_ops, settings
 from s4kv_ext.page_faults import Mismatch, Mismatches, StepTags, computed_tokens
 from s4kv_ext.specs import RecentSpec, SealedSpec
 
@@ -27,40 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu_worker import Worker
 
-OUTSIDE, NO_TAG = -1, -2  # of a page that is not in the pool; of a request that is not known
-
-
-def wrong_pages(
-    tags: Tensor, expected: Tensor, table: Tensor, first: Tensor, end: Tensor, always: int = 0
-) -> Tensor:
-    """The first wrong entry of each row of a block table.
-
-    tags [pages] int32: of each page, as they are. expected [R, width] int32: of each entry of the
-    table [R, width], of any integer dtype. first, end [R]: the columns that are needed, beside
-    the leftmost ``always`` ones.
-    Returns [R, 4] int32: 1, page, expected, found; or 0 and whatever. Reads ``tags`` within bounds
-    whatever the table holds.
-    """
-    page = table.long()
-    inside = (page >= 0) & (page < len(tags))
-    found = torch.where(inside, tags[page.clamp(0, len(tags) - 1)], OUTSIDE)
-    column = torch.arange(table.shape[1], device=table.device)
-    needed = (column < end[:, None]) & ((column >= first[:, None]) | (column < always))
-    wrong = needed & (found != expected)
-    at = wrong.int().argmax(1, keepdim=True)
-    entry = [wrong.int(), page.int(), expected, found]
-    return torch.cat([x.gather(1, at) for x in entry], 1)
-
-
-@dataclass
-class _Known:
-    """A request: its row of expected tags, how many pages of each group it was given, and of the
-    recent ones, where those begin that it has not given back. Tokens that were computed may be
-    taken back, pages are not."""
-
-    row: int
-    held: list[int]
-    first: int = 0
+NO_TAG = -2  # what is expected of a page that a request was not given
 
 
 class PageCheck:
@@ -81,13 +48,23 @@ class PageCheck:
         device: torch.device,
         group: Any = None,
     ) -> None:
+        self.num_pages, self.widths = num_pages, tuple(widths)
         self.page_tokens, self.drafts, self.device, self.group = page_tokens, drafts, device, group
-        self.tags = torch.zeros(num_pages, dtype=torch.int32, device=device)
-        # Row 0 is for a request that is not known.
-        shape = max_requests + 1
-        self.expected = [torch.full((shape, w), NO_TAG, device=device).int() for w in widths]
-        self._free_rows = list(range(1, shape))
-        self._known: dict[str, _Known] = {}
+        self._ops: Any = cpu_ops if device.type == "cpu" else cuda_ops
+        self._ops.load()
+        rows = max_requests + 1
+        cells = num_pages + rows * sum(widths)
+        self._cells = torch.full((cells,), NO_TAG, dtype=torch.int32, device=device)
+        self._cells[:num_pages] = 0
+        # Of each row: its number, sealed pages given, most tokens computed, recent pages given.
+        # Tokens that were computed may be taken back, pages that were given back are not.
+        self._rows = np.zeros((rows, 4), np.int32)
+        self._rows[:, 0] = range(rows)
+        self._rows[0, 1] = 1  # for requests that are not known: a page that nobody was given
+        self._free_rows = list(range(1, rows))
+        self._known: dict[str, int] = {}
+        self._new: dict[int, int] = {}
+        """Cell to tag, since the last comparison."""
         self._step: SchedulerOutput | None = None
         self._found: _Found | None = None
 
@@ -97,37 +74,36 @@ class PageCheck:
         assert isinstance(new, StepTags), "a step without page tags"
         self._step = out if out.total_num_scheduled_tokens else None
         for rid in out.finished_req_ids | (out.preempted_req_ids or set()):
-            if request := self._known.pop(rid, None):
-                self._free_rows.append(request.row)
-        for rid in new.begun:
-            row = self._known[rid].row if rid in self._known else self._new_row()
-            self._known[rid] = _Known(row, [0, 0])
-        if new.given:
-            page, tag = self._to_device([list(new.given), list(new.given.values())])
-            self.tags[page] = tag.int()
-        for group, expected in enumerate(self.expected):
-            entries: list[list[int]] = [[], [], []]
-            for rid, of_groups in (*new.begun.items(), *new.more.items()):
-                request, more = self._known[rid], of_groups[group]
-                start = request.held[group]
-                request.held[group] += len(more)
-                entries[0] += [request.row] * len(more)
-                entries[1] += range(start, request.held[group])
-                entries[2] += more
-            if entries[0]:
-                row, column, tag = self._to_device(entries)
-                expected[row, column] = tag.int()
+            if row := self._known.pop(rid, None):
+                self._free_rows.append(row)
+        self._new.update(new.given)
+        for rid, tags in new.begun.items():
+            row = self._known[rid] = self._known.get(rid) or self._new_row()
+            self._rows[row, 1:] = 0
+            self._expect(row, tags)
+        for rid, tags in new.more.items():
+            self._expect(self._known[rid], tags)
 
     def _new_row(self) -> int:
         if not self._free_rows:  # requests that a reset of the prefix cache sent back to wait
-            rows = len(self.expected[0])
-            self.expected = [torch.cat([e, torch.full_like(e, NO_TAG)]) for e in self.expected]
+            rows = len(self._rows)
+            self._rows = np.concatenate((self._rows, np.zeros_like(self._rows)))
+            self._rows[:, 0] = range(2 * rows)
+            expected = self._cells[self.num_pages :]
+            self._cells = torch.cat((self._cells, torch.full_like(expected, NO_TAG)))
             self._free_rows += range(rows, 2 * rows)
         return self._free_rows.pop()
 
-    def _to_device(self, lists: list[list[int]]) -> Tensor:
-        t = torch.tensor(lists)
-        return t if self.device.type == "cpu" else t.pin_memory().to(self.device, non_blocking=True)
+    def _expect(self, row: int, tags: list[list[int]]) -> None:
+        """A request was given pages of these tags, sealed and recent."""
+        first = self.num_pages + row * sum(self.widths)
+        for column, width, more in zip((1, 3), self.widths, tags, strict=True):
+            held = int(self._rows[row, column])
+            end = held + len(more)
+            assert end <= width, f"{end} pages in a block table of {width}"
+            self._new.update(zip(range(first + held, first + end), more, strict=True))
+            self._rows[row, column] = end
+            first += width
 
     def run(self, req_ids: Sequence[str], tables: Sequence[Tensor]) -> None:
         """Before a forward pass; tables: of each group, a row for each request in this order.
@@ -136,26 +112,23 @@ class PageCheck:
             return
         computed = computed_tokens(self._step)
         self._step = None
-        nobody = _Known(0, [1, 0])
-        rows = []
-        for rid in req_ids:
-            r = self._known.get(rid, nobody)
-            first = sealed_tokens(computed.get(rid, 0) - self.drafts) // self.page_tokens
-            r.first = max(r.first, first)
-            rows.append([r.row, r.held[0], r.first, r.held[1]])
-        row, sealed, start, recent = self._to_device([list(x) for x in zip(*rows, strict=True)])
-        found = []
-        for i, (first, end) in enumerate(((torch.zeros_like(row), sealed), (start, recent))):
-            width = max(1, *(x[1 + 2 * i] for x in rows))
-            table = tables[i][: len(rows), :width]
-            expected = self.expected[i][row, :width]
-            sinks = SINKS // self.page_tokens if i else 0
-            found.append(wrong_pages(self.tags, expected, table, first, end, sinks))
-        wrong = torch.where(found[0][:, :1] != 0, *found)
-        if self.group is not None:
+        rows = self._rows[[self._known.get(rid, 0) for rid in req_ids]]
+        tokens = np.array([computed.get(rid, 0) for rid in req_ids], np.int32) - self.drafts
+        self._rows[rows[:, 0], 2] = rows[:, 2] = np.maximum(rows[:, 2], tokens)
+        new = np.array([*self._new.items()], np.int32)
+        self._new.clear()
+        step = torch.from_numpy(np.concatenate((rows.ravel(), new.ravel())))
+        if self.device.type != "cpu":  # its allocator keeps pinned memory until it was copied
+            step = step.pin_memory().to(self.device, non_blocking=True)
+        wrong = torch.empty((len(rows), 4), dtype=torch.int32, device=self.device)
+        alone = self.group is None
+        self._ops.check_pages(
+            self._cells, self.num_pages, step, *tables, self.page_tokens, alone, wrong
+        )
+        if not alone:
             torch.distributed.all_reduce(wrong, torch.distributed.ReduceOp.MAX, self.group)
-        for table in tables:
-            table[: len(rows)].masked_fill_(wrong[:, :1] != 0, 0)
+            for table in tables:
+                table[: len(rows)].masked_fill_(wrong[:, :1] != 0, 0)
         self._found = _Found(list(req_ids), wrong)
 
     def deliver(self, output: Any) -> Any:
@@ -182,8 +155,10 @@ class _Found:
     def add_to(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         if self.event:
             self.event.synchronize()
-        rows = zip(self.req_ids, self.wrong.tolist(), strict=True)
-        if found := {rid: Mismatch(*entry) for rid, (is_wrong, *entry) in rows if is_wrong}:
+        wrong = self.wrong.numpy()
+        if wrong.any():
+            rows = zip(self.req_ids, wrong.tolist(), strict=True)
+            found = {rid: Mismatch(*entry) for rid, (is_wrong, *entry) in rows if is_wrong}
             output.kv_connector_output = Mismatches(found)
         return output
 

@@ -153,3 +153,65 @@ def attend(
         p = score.masked_fill(~seen, -torch.inf).softmax(-1)
         out[row:end] = torch.einsum("hgqk,khd->qhgd", p, v).flatten(1, 2)
     return out
+
+
+OUTSIDE = -1
+"""The tag of a page that is not in the pool."""
+
+
+def wrong_pages(
+    tags: Tensor, expected: Tensor, table: Tensor, first: Tensor, end: Tensor, always: int = 0
+) -> Tensor:
+    """The first wrong entry of each row of a block table.
+
+    tags [pages]: of each page, as they are. expected [R, width]: of each entry of the table
+    [R, width]. first, end [R]: the columns that are needed, beside the leftmost ``always`` ones,
+    which end with ``end`` too. All of any integer dtype.
+    Returns [R, 4]: 1, page, expected, found; or zeros. Reads ``tags`` within bounds whatever the
+    table holds.
+    """
+    page = table.long()
+    inside = (page >= 0) & (page < len(tags))
+    found = torch.where(inside, tags[page.clamp(0, len(tags) - 1)], OUTSIDE)
+    column = torch.arange(table.shape[1])
+    needed = (column < end[:, None]) & ((column >= first[:, None]) | (column < always))
+    wrong = needed & (found != expected)
+    at = wrong.int().argmax(1, keepdim=True)
+    entry = torch.cat([x.gather(1, at) for x in (wrong.int(), page, expected, found)], 1)
+    return entry * entry[:, :1]
+
+
+def check_pages(
+    cells: Tensor,
+    num_pages: int,
+    step: Tensor,
+    sealed_table: Tensor,
+    recent_table: Tensor,
+    page_tokens: int,
+    withdraw: bool,
+    wrong: Tensor,
+) -> None:
+    """Whether the pages that a step reads and writes have the tags that its requests expect.
+
+    cells [num_pages + rows * columns]: the tag of each page; then, in rows as wide as the two
+    tables together, the tags expected of a request's sealed pages and of its recent ones.
+    step [4 * R + 2 * given]: row, sealed pages, computed tokens and recent pages of each request;
+    then a cell and its new tag, for each that is set before anything is compared.
+    wrong [R, 4] becomes 1, page, expected tag and tag found, of each request's first wrong sealed
+    page or else recent page; or zeros. withdraw: such a request gets rows of null pages.
+    All int32. Entries of the tables [R, *] that are not needed are garbage.
+    """
+    n = len(wrong)
+    row, sealed, computed, recent = step[: 4 * n].view(n, 4).long().T
+    cell, tag = step[4 * n :].view(-1, 2).T
+    cells[cell.long()] = tag
+    tags, tables = cells[:num_pages], (sealed_table[:n], recent_table[:n])
+    widths = [t.shape[1] for t in tables]
+    expected = cells[num_pages:].view(-1, sum(widths))[row].split(widths, 1)
+    window = torch.tensor([sealed_tokens(c) // page_tokens for c in computed.tolist()])
+    by_sealed = wrong_pages(tags, expected[0], tables[0], torch.zeros_like(row), sealed)
+    by_recent = wrong_pages(tags, expected[1], tables[1], window, recent, SINKS // page_tokens)
+    wrong.copy_(torch.where(by_sealed[:, :1] != 0, by_sealed, by_recent))
+    if withdraw:
+        for table in tables:
+            table[wrong[:, 0] != 0] = 0

@@ -173,7 +173,7 @@ class Worker:
         self.sealed = np.full((s.pool + 1, BLOCK), POISON)
         self.recent = np.full((s.pool + 1, s.page_tokens), POISON)
         garbage = np.random.default_rng(0).integers(
-            0, s.pool + 1, (2, 2 * s.max_num_seqs + 2, 4096)
+            0, s.pool + 1, (2, 2 * s.max_num_seqs + 2, 4096), np.int32
         )
         self.sealed_table, self.recent_table = garbage
         self.sinks: set[int] = set()  # pages of sinks that others may hit

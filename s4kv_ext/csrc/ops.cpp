@@ -3,6 +3,7 @@
 
 #include "format.h"
 #include "plan.h"
+#include "tags.h"
 
 namespace s4kv {
 namespace {
@@ -163,6 +164,30 @@ void causal_attend(const Tensor& query, const Tensor& key, const Tensor& value, 
   run_attend(a, plan);
 }
 
+PageTable page_table(const char* name, const Tensor& x, int64_t requests) {
+  table(name, x, 2);
+  TORCH_CHECK(x.size(0) >= requests, name, " has ", x.size(0), " rows for ", requests, " requests");
+  return {x.data_ptr<int32_t>(), x.stride(0), x.size(1)};
+}
+
+void check_pages_op(const Tensor& cells, int64_t num_pages, const Tensor& step, const Tensor& sealed_table,
+                    const Tensor& recent_table, int64_t page_tokens, bool withdraw, const Tensor& wrong) {
+  table("cells", cells, 1);
+  table("wrong", wrong, 2);
+  TORCH_CHECK(wrong.size(1) == 4 && wrong.is_contiguous(), "wrong is ", wrong.sizes(), "; expected contiguous [R, 4]");
+  const int64_t requests = wrong.size(0), given = step.numel() - 4 * requests;
+  TORCH_CHECK(given >= 0 && given % 2 == 0, "step has ", step.numel(), " values for ", requests, " requests");
+  CheckArgs a{cells.data_ptr<int32_t>(), cells.numel(), num_pages, table("step", step, 1), requests, given / 2,
+              page_table("sealed_table", sealed_table, requests), page_table("recent_table", recent_table, requests),
+              page_tokens, withdraw, wrong.data_ptr<int32_t>()};
+  const int64_t columns = a.sealed.columns + a.recent.columns;
+  TORCH_CHECK(num_pages >= 0 && num_pages <= a.num_cells && columns > 0 && (a.num_cells - num_pages) % columns == 0,
+              "cells has ", a.num_cells, " values; expected one for each of ", num_pages, " pages and rows of ", columns);
+  TORCH_CHECK(page_tokens > 0 && kSinks % page_tokens == 0, "a recent page has a divisor of ", kSinks, " tokens, not ",
+              page_tokens);
+  check_pages(a);
+}
+
 std::string isa() { return kernels().name; }
 void set_isa(std::string name) { use_isa(name.c_str()); }
 
@@ -187,6 +212,9 @@ TORCH_LIBRARY(s4kv_cpu, m) {
       "Tensor seq_lens, Tensor sealed_table, Tensor recent_table, Tensor slot_channel, float scale, "
       "Tensor(a!) out) -> ()");
   m.def("causal_attend(Tensor query, Tensor key, Tensor value, float scale, Tensor(a!) out) -> ()");
+  m.def(
+      "check_pages(Tensor(a!) cells, int num_pages, Tensor step, Tensor(b!) sealed_table, Tensor(c!) recent_table, "
+      "int page_tokens, bool withdraw, Tensor(d!) wrong) -> ()");
   m.def("isa() -> str", isa);
   m.def("use_isa(str name) -> ()", set_isa);
   m.def("sections(int head_dim) -> int[]", sections);
@@ -196,6 +224,7 @@ TORCH_LIBRARY_IMPL(s4kv_cpu, CPU, m) {
   m.impl("store_and_seal", store_and_seal);
   m.impl("attend", attend);
   m.impl("causal_attend", causal_attend);
+  m.impl("check_pages", check_pages_op);
 }
 
 }  // namespace s4kv

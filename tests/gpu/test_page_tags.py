@@ -1,4 +1,4 @@
-"""Page tags on a GPU: the comparison is that of the CPU, and a wrong page ends its request under
+"""Page tags on a GPU: the comparison is the reference's, and a wrong page ends its request under
 full CUDA graphs, with either model runner, also with a step in flight."""
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tag_cases import SIZES, assert_same, random_case
 
-from s4kv_ext.page_check import PageCheck, wrong_pages
+from s4kv_ext import cuda_ops
+from s4kv_ext.page_check import PageCheck
+from tests.gpu.cases import microseconds
 from tests.gpu.engines import config, pages_are_back, prompts, weights, write
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -23,23 +26,40 @@ LEAN = {
 }
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_same_as_on_a_cpu(seed):
-    torch.manual_seed(seed)
-    rows, width, pages = 130, 700, 5000
-    tags = torch.randperm(1 << 20)[:pages].int()
-    table = torch.randint(0, pages, (rows, width), dtype=torch.int32)
-    expected = tags[table.long()]
-    wrong = torch.rand(rows, width) < 1e-3
-    table[wrong] = torch.randint(-9, pages + 9, (int(wrong.sum()),), dtype=torch.int32)
-    first = torch.randint(0, width, (rows,))
-    end = torch.randint(0, width + 1, (rows,))
-    arguments = (tags, expected, table, first, end)
-    want = wrong_pages(*arguments, 2)
-    got = wrong_pages(*(x.cuda() for x in arguments), 2).cpu()
-    found = want[:, 0] != 0
-    print(f"{int(found.sum())} of {rows} rows wrong")
-    assert torch.equal(got[:, 0], want[:, 0]) and torch.equal(got[found], want[found])
+@pytest.mark.parametrize("page_tokens", [8, 16])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_reference_s_result(size: str, page_tokens: int) -> None:
+    rows = wrong = 0
+    for seed in range(5):
+        case = random_case(seed, page_tokens=page_tokens, **SIZES[size])
+        found = assert_same(case, cuda_ops.check_pages, "cuda")
+        rows, wrong = rows + len(found), wrong + int(found[:, 0].sum())
+    print(f"{wrong} of {rows} rows wrong")
+    assert rows == 0 or 0 < wrong < rows
+
+
+@pytest.mark.parametrize("context", [8192, 131_072])
+@pytest.mark.parametrize("batch", [1, 32, 128])
+def test_cost_of_a_decode_step(batch: int, context: int) -> None:
+    """Of the launches, with the tags of one page for each request; the copies are not in it."""
+    widths = (context // 64, context // 16)
+    num_pages = batch * (widths[0] + 8) + 1
+    step = torch.tensor([[i, widths[0] - 1, context, widths[1]] for i in range(batch)])
+    tables = [torch.ones(batch, width, dtype=torch.int32, device="cuda") for width in widths]
+    given = torch.tensor([[1 + i, 0] for i in range(batch)])
+    case = {
+        "cells": torch.zeros(num_pages + batch * sum(widths), dtype=torch.int32, device="cuda"),
+        "num_pages": num_pages,
+        "step": torch.cat((step.flatten(), given.flatten())).int().cuda(),
+        "sealed_table": tables[0],
+        "recent_table": tables[1],
+        "page_tokens": 16,
+        "withdraw": True,
+        "wrong": torch.empty(batch, 4, dtype=torch.int32, device="cuda"),
+    }
+    time = microseconds(lambda: cuda_ops.check_pages(**case))
+    print(f"batch {batch:4}, context {context:6}: {time:6.2f} us")
+    assert not case["wrong"].any()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

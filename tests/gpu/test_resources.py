@@ -15,7 +15,7 @@ from s4kv_ext.cuda_ops import decode_shape
 pytestmark = pytest.mark.needs_no_gpu
 
 SHARED = {"sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024}
-THREADS = {"decode": 384, "seal": 512, "dequant": 256, "plan": 1024}
+THREADS = {"decode": 384, "seal": 512, "dequant": 256, "plan": 1024, "give": 256, "check": 256}
 REGISTER_FILE = 16384  # of a quarter of a multiprocessor, for every fourth warp
 
 

@@ -10,8 +10,9 @@ import torch
 from page_faults import KINDS, CheckedEngine, FaultyEngine, clean, fault
 from schedules import Settings
 
-from s4kv_ext.page_check import OUTSIDE, PageCheck, wrong_pages
+from s4kv_ext.page_check import PageCheck
 from s4kv_ext.page_tags import MAX_TAG, PoolTags
+from s4kv_ext.reference import OUTSIDE, wrong_pages
 
 
 def first_wrong(tags, expected, table, first, end, always):
@@ -46,7 +47,7 @@ def test_the_first_wrong_page_of_each_row(seed, dtype):
     for row in range(rows):
         arguments = (x[row].tolist() for x in (expected, table, first, end))
         right = first_wrong(tags.tolist(), *arguments, always)
-        assert wrong[row].tolist() == right if right else wrong[row, 0] == 0
+        assert wrong[row].tolist() == (right or [0, 0, 0, 0])
         found += right is not None
     print(f"{found} of {rows} rows wrong")
 
@@ -76,13 +77,8 @@ def test_faults_are_caught(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_the_comparison_they_are_missed(kind):
     """So that the test above can fail."""
-    nothing = torch.zeros(1, 4, dtype=torch.int32)
-
-    def blind(tags, expected, *_):
-        return nothing.expand(len(expected), 4)
-
     missed = 0
-    with patch("s4kv_ext.page_check.wrong_pages", blind):
+    with patch("s4kv_ext.cpu_ops.check_pages", lambda *arguments: arguments[-1].zero_()):
         for seed in range(4):
             try:
                 missed += fault(kind, seed) != "caught"
@@ -139,6 +135,25 @@ def test_what_was_not_written_leaves_the_cache_with_its_request():
     assert not engine.caught and not engine.leaked()
 
 
+def test_ranks_agree():
+    """What one rank alone finds ends the request on all."""
+    engine = FaultyEngine(Settings(pages=200), 0)
+    first, second = [engine.add([i] * 200, 20) for i in (1, 2)]
+    engine.worker.check.group = "both"
+    steps = []
+
+    def of_both(wrong, op, group):
+        assert group == "both" and not wrong.any()
+        steps.append(len(wrong))
+        if len(steps) == 5:
+            wrong[0] = torch.tensor([1, 7, 8, 9])
+
+    with patch("torch.distributed.all_reduce", of_both):
+        engine.run()
+    assert engine.caught == {first}
+    assert len(engine.done[second]) == 220 and not engine.leaked()
+
+
 def test_a_request_without_rows_is_withdrawn():
     """What a worker runs without having been told of it may read nothing."""
     check = PageCheck(10, 2, (4, 4), 16, 0, torch.device("cpu"))
@@ -146,7 +161,7 @@ def test_a_request_without_rows_is_withdrawn():
     rid = engine.add([1] * 40, 5)
     out = engine.scheduler.schedule()
     check.begin(out)
-    tables = [torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]) for _ in range(2)]
+    tables = [torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]).int() for _ in range(2)]
     check.run(["unheard of", rid], tables)
     assert not tables[0][0].any() and not tables[1][0].any()
 

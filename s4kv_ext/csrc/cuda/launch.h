@@ -89,4 +89,23 @@ struct ContextChunk {
 };
 void dequant_context(const Pages&, const ContextChunk&, const StepTables&, cudaStream_t);
 
+struct PageTable {
+  int* pages;  // [requests, columns]
+  long stride;
+  int columns;
+};
+struct PageCheck {
+  int* cells;  // the tag of each page; then, in rows, those expected of a request's sealed and recent pages
+  long num_cells;
+  int num_pages;
+  const int4* requests;  // [num_requests] row, sealed pages, computed tokens, recent pages
+  const int2* given;     // [num_given] cell, tag
+  int num_requests, num_given;
+  PageTable sealed, recent;
+  int page_tokens;  // of a recent page
+  bool withdraw;    // null pages for a request with a wrong one
+  int4* wrong;      // [num_requests] 1, page, expected tag, tag found; or zeros
+};
+void check_pages(const PageCheck&, cudaStream_t);
+
 }  // namespace s4kv

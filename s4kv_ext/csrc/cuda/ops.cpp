@@ -189,6 +189,34 @@ void dequant_context_op(const Tensor& sealed, const Tensor& recent, const Tensor
   });
 }
 
+PageTable page_table(const Tensor& t, int requests, const char* what) {
+  require(t.dim() == 2 && t.size(0) >= requests, what, t);
+  return {mutable_ints(t, what), t.stride(0), (int)t.size(1)};
+}
+
+void check_pages_op(const Tensor& cells, int64_t num_pages, const Tensor& step, const Tensor& sealed_table,
+                    const Tensor& recent_table, int64_t page_tokens, bool withdraw, const Tensor& wrong) {
+  require(wrong.dim() == 2 && wrong.size(1) == 4 && wrong.is_contiguous() && aligned(wrong, 16),
+          "wrong must be int32 [requests, 4]", wrong);
+  const int n = wrong.size(0);
+  const long given = step.numel() - 4L * n;
+  require(step.dim() == 1 && given >= 0 && given % 2 == 0 && aligned(step, 16),
+          "step must be int32 [4 * requests + 2 * given]", step);
+  const int* values = ints(step, "step must be int32 on the GPU");
+  const PageCheck p{mutable_ints(cells, "cells must be int32 on the GPU"), cells.numel(), (int)num_pages,
+                    reinterpret_cast<const int4*>(values), reinterpret_cast<const int2*>(values + 4L * n), n, (int)(given / 2),
+                    page_table(sealed_table, n, "sealed_table must be int32 [requests, pages]"),
+                    page_table(recent_table, n, "recent_table must be int32 [requests, pages]"), (int)page_tokens, withdraw,
+                    reinterpret_cast<int4*>(mutable_ints(wrong, "wrong must be int32 on the GPU"))};
+  const long columns = (long)p.sealed.columns + p.recent.columns;
+  require(cells.dim() == 1 && num_pages >= 0 && num_pages <= p.num_cells && columns > 0 && (p.num_cells - num_pages) % columns == 0,
+          "cells must have one value for each page, and rows as wide as the tables", cells);
+  require(page_tokens > 0 && SINKS % page_tokens == 0, "page_tokens must divide 16", step);
+  torch::stable::accelerator::DeviceGuard guard(cells.get_device_index());
+  with_shapes({{"step", &step}, {"sealed_table", &sealed_table}, {"recent_table", &recent_table}},
+              [&] { check_pages(p, stream_of(cells)); });
+}
+
 int checked_dim(int64_t dim) {
   if (dim != 64 && dim != 128) throw std::runtime_error("s4kv_cuda: head_dim must be 64 or 128, got " + std::to_string(dim));
   return (int)dim;
@@ -217,6 +245,8 @@ STABLE_TORCH_LIBRARY(s4kv_cuda, m) {
         "int warps, int stages, int together, bool overlap) -> ()");
   m.def("dequant_context(Tensor sealed, Tensor recent, Tensor slot_channel, " TABLES
         ", Tensor start, Tensor rows, Tensor(a!) key, Tensor(b!) value) -> ()");
+  m.def("check_pages(Tensor(a!) cells, int num_pages, Tensor step, Tensor(b!) sealed_table, Tensor(c!) recent_table, "
+        "int page_tokens, bool withdraw, Tensor(d!) wrong) -> ()");
   m.def("decode_shared_bytes(int dim, int tile_warps, int tiles, int warps, int stages, int together) -> int");
   m.def("decode_partial_floats(int dim, int grid, int tile_warps, int tiles, int together) -> int");
 }
@@ -226,6 +256,7 @@ STABLE_TORCH_LIBRARY_IMPL(s4kv_cuda, CUDA, m) {
   m.impl("store_and_seal", TORCH_BOX(&s4kv::store_and_seal_op));
   m.impl("decode", TORCH_BOX(&s4kv::decode_op));
   m.impl("dequant_context", TORCH_BOX(&s4kv::dequant_context_op));
+  m.impl("check_pages", TORCH_BOX(&s4kv::check_pages_op));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(s4kv_cuda, CompositeExplicitAutograd, m) {
