@@ -9,6 +9,7 @@ import subprocess
 
 import monitoring
 import pytest
+import yaml
 
 
 def test_every_query_is_promql():
@@ -47,6 +48,13 @@ def test_alerts_say_what_they_are():
 def test_every_alert_is_in_the_docs():
     text = (monitoring.FOLDER.parents[1] / "docs" / "monitor.md").read_text()
     assert set(re.findall(r"^\| `(\w+)`", text, re.M)) >= {r["alert"] for r in monitoring.rules()}
+
+
+def test_every_alert_has_a_case():
+    """That it is right is for promtool, below."""
+    tests = yaml.safe_load((monitoring.FOLDER / "rules_test.yml").read_text())["tests"]
+    cases = {case["alertname"] for test in tests for case in test["alert_rule_test"]}
+    assert cases == {rule["alert"] for rule in monitoring.rules()}
 
 
 def test_dashboard_can_be_imported():
