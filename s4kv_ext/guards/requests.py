@@ -118,6 +118,21 @@ def naming(parameter: str) -> Iterator[None]:
         raise VLLMValidationError(bounded_text(text), parameter=parameter) from e
 
 
+def message_of(item: Any) -> Any:
+    """An input item of /v1/responses that is a message, as it is. Raises an error of the client for
+    one that the model cannot be shown: only messages have a role."""
+    from vllm.exceptions import VLLMValidationError
+
+    if isinstance(item, dict) and "role" in item:
+        return item
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    raise VLLMValidationError(
+        f"an input item of type {kind!r:.100} cannot be shown to the model; messages, reasoning, "
+        "function calls and their outputs can",
+        parameter="input",
+    )
+
+
 def refused(error: Exception, params: Any) -> Exception:
     """What to tell of an exception that came while a request was made ready for the engine. Nothing
     but the request has been looked at by then, so it is the request's."""
