@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import own_model
+import psutil
 import pytest
 import requests
 
@@ -104,12 +105,33 @@ class Server:
         assert values, f"no metric {name}"
         return sum(values)
 
+    def family(self) -> list[psutil.Process]:
+        """The API server and all that it started."""
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
     def stop(self) -> None:
         self.process.terminate()
         try:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, 9)
+
+
+def process_name(process: psutil.Process) -> str:
+    """Its name; nothing of a zombie, or of one that ended since it was listed."""
+    try:
+        return "" if process.status() == psutil.STATUS_ZOMBIE else process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def gone(processes: list[psutil.Process], seconds: float) -> list[str]:
+    """What is still there after that time."""
+    end = time.monotonic() + seconds
+    while (alive := [n for n in map(process_name, processes) if n]) and time.monotonic() < end:
+        time.sleep(0.2)
+    return alive
 
 
 @pytest.fixture(scope="session")
@@ -121,7 +143,7 @@ def server(model_path, tmp_path_factory) -> Iterator[Server]:
         *("--served-model-name", "smollm2", "--dtype", "float32", "--kv-cache-dtype", "int4_kivi"),
         *("--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 << 20), "--enforce-eager"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-        "--enable-request-id-headers",
+        *("--enable-request-id-headers", "--shutdown-timeout", "60"),
         *("--override-generation-config", '{"max_new_tokens": 8}'),  # who says nothing, gets little
     )
     try:

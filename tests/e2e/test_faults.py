@@ -19,7 +19,11 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from conftest import Server
+import torch
+from conftest import Server, gone, process_name
+from safetensors.torch import save_file
+
+from s4kv_ext import ready
 
 KEY = {"Authorization": "Bearer sesame"}
 CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
@@ -177,6 +181,21 @@ def test_a_stream_tells_that_its_grammar_failed(target):
     assert answer.status_code == 400 or json.loads(events[-1][6:])["error"]["code"] == 400
 
 
+@pytest.mark.parametrize("value", [CIRCLE, wide(1, required=0)], ids=["late", "early"])
+def test_a_stream_of_responses_tells_it_too(target, value):
+    """As the Responses API has it, and as client libraries expect it of any stream."""
+    form = {"type": "json_schema", "name": "x", "schema": value}
+    body = {"model": "smollm2", "input": "Hi", "stream": True, "text": {"format": form}}
+    *before, last = [
+        json.loads(x[6:])
+        for x in post(target, "/v1/responses", body).text.splitlines()
+        if x.startswith("data: ")
+    ]
+    assert last["type"] == "error" and last["error"]["code"] == 400, last
+    assert last["message"] == last["error"]["message"] != ""
+    assert last["sequence_number"] == len(before)
+
+
 @pytest.mark.parametrize(
     "body", [b"[]", b'"x"', b"123", b"true", b"null", b"NaN", b"", b"{", b"\xff"]
 )
@@ -203,22 +222,49 @@ def test_a_field_of_another_type(target, value):
             assert answer.status_code in (200, 400), (path, name, answer.text[:300])
 
 
-ITEMS: list[dict[str, Any]] = [
-    {"type": "item_reference", "id": "a"},
-    {"id": "a"},
-    {"type": "file_search_call", "id": "a", "queries": [], "status": "completed"},
-    {"type": "computer_call_output", "call_id": "a", "output": {"type": "computer_screenshot"}},
-    {"type": "image_generation_call", "id": "a", "status": "completed", "result": "AAAA"},
-    {"type": "mcp_approval_response", "approval_request_id": "a", "approve": True},
-    {"type": "function_call_output", "call_id": "a", "output": "b"},
-]
+def smallest(schema: dict[str, Any], named: dict[str, Any]) -> Any:
+    """A value that fits a JSON schema, with what is required and `type` alone."""
+    if "$ref" in schema:
+        return smallest(named[schema["$ref"].rsplit("/", 1)[1]], named)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if key in schema:
+            return smallest(schema[key][0], named)
+    if "const" in schema or "enum" in schema:
+        return schema.get("const", schema.get("enum", [None])[0])
+    wanted = {*schema.get("required", ()), "type"}
+    if schema.get("type") == "object" or "properties" in schema:
+        fields = schema.get("properties", {}).items()
+        return {k: smallest(v, named) for k, v in fields if k in wanted}
+    kinds = {"string": "a", "integer": 1, "number": 1, "boolean": True, "array": []}
+    return kinds.get(schema.get("type", ""))
 
 
-@pytest.mark.parametrize("item", ITEMS, ids=lambda i: i.get("type", "none"))
-def test_an_item_without_a_role(target, item):
-    body = {"model": "smollm2", "input": [item], "max_output_tokens": 1}
-    answer = post(target, "/v1/responses", body)
-    assert answer.status_code in (200, 400), answer.text
+def alternatives(schema: dict[str, Any], named: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a union is of, unions in it too."""
+    if "$ref" in schema:
+        schema = named[schema["$ref"].rsplit("/", 1)[1]]
+    inner = schema.get("anyOf") or schema.get("oneOf")
+    if not inner:
+        yield schema
+    for one in inner or ():
+        yield from alternatives(one, named)
+
+
+def test_items_of_every_kind(target):
+    """All that the server says an input may hold: it is answered, or refused by its type."""
+    told = requests.get(f"{target.url}/openapi.json", headers=KEY, timeout=30).json()
+    named = told["components"]["schemas"]
+    _, many = named["ResponsesRequest"]["properties"]["input"]["anyOf"]
+    items = [smallest(x, named) for x in alternatives(many["items"], named)]
+    items.append({"role": "assistant", "type": "message", "status": "completed", "id": "a",
+                  "content": [{"type": "refusal", "refusal": "no"}]})  # fmt: skip
+    assert len(items) > 30 and {"computer_call", "message"} <= {x.get("type") for x in items}
+    for item in [*items, {"id": "a"}, {"type": "item_reference", "id": "a"}]:
+        body = {"model": "smollm2", "input": [item], "max_output_tokens": 1}
+        answer = post(target, "/v1/responses", body)
+        if answer.status_code != 200:
+            assert "attribute" not in error(answer)["message"], (item, answer.text)
+            assert "role" in item or str(item.get("type")) in error(answer)["message"], item
 
 
 TOOL = {
@@ -418,25 +464,19 @@ def test_nothing_is_left_of_all_that(target):
     assert traces <= 5, traces
 
 
-def family(server: Server) -> list[psutil.Process]:
-    root = psutil.Process(server.process.pid)
-    return [root, *root.children(recursive=True)]
-
-
-def name(process: psutil.Process) -> str:
-    """Its name; nothing of a zombie, or of one that ended since it was listed."""
+@pytest.mark.parametrize("part", ["EngineCore", "Worker"])
+def test_an_engine_that_hangs_is_not_ready(target, part):
+    """/health goes on saying 200; `s4kv ready`, which deploy/ asks, does not."""
+    asked = ready.Server(target.url, "sesame")
+    hung = next(p for p in target.family() if part in process_name(p))
+    hung.suspend()
     try:
-        return "" if process.status() == psutil.STATUS_ZOMBIE else process.name()
-    except psutil.NoSuchProcess:
-        return ""
-
-
-def gone(processes: list[psutil.Process], seconds: float) -> list[str]:
-    """What is still there after that time."""
-    end = time.monotonic() + seconds
-    while (alive := [n for n in map(name, processes) if n]) and time.monotonic() < end:
-        time.sleep(0.2)
-    return alive
+        assert requests.get(f"{target.url}/health", timeout=30).status_code == 200
+        with pytest.raises(ready.NotReady, match="no token"):
+            ready.probe(asked, 3)
+    finally:
+        hung.resume()
+    ready.wait(asked, 20, 60)
 
 
 def open_stream(server: Server) -> Iterator[bytes]:
@@ -459,9 +499,9 @@ def test_sigkill_of_the_engine_ends_all(target):
     """While it streams: the client is told, nothing keeps memory, the log says what happened."""
     stream = open_stream(target)
     next(stream)
-    everybody = family(target)
+    everybody = target.family()
     began = time.monotonic()
-    next(p for p in everybody if "EngineCore" in name(p)).kill()
+    next(p for p in everybody if "EngineCore" in process_name(p)).kill()
     *_, event, last = events(stream)
     assert last == "data: [DONE]"
     assert json.loads(event.removeprefix("data: "))["error"]["message"], event
@@ -475,7 +515,9 @@ def test_sigkill_of_the_engine_ends_all(target):
 def next_server(target, start) -> Iterator[Server]:
     """On the port of the one that was killed."""
     assert target.process.poll() is not None
-    s = start("--port", str(target.port))
+    with pytest.MonkeyPatch.context() as env:
+        env.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        s = start("--port", str(target.port), "--enable-lora", "--max-lora-rank", "8")
     try:
         s.wait()
         yield s
@@ -485,6 +527,49 @@ def next_server(target, start) -> Iterator[Server]:
 
 def test_a_restart_serves(next_server):
     assert post(next_server, "/v1/chat/completions", CHAT).status_code == 200
+
+
+def write_adapter(folder: Path, seed: int) -> None:
+    """Of SmolLM2; strong enough that no page of another fits."""
+    g = torch.Generator().manual_seed(seed)
+    parts = {
+        f"base_model.model.model.layers.{i}.self_attn.o_proj.lora_{x}.weight": torch.randn(
+            (8, 576) if x == "A" else (576, 8), generator=g
+        )
+        * 0.1
+        for i in range(30)
+        for x in "AB"
+    }
+    save_file(parts, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["o_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def test_an_adapter_that_is_loaded_again_under_its_name(next_server, tmp_path):
+    """In place from where the first lay, and after it was unloaded: other weights, other pages."""
+
+    def hits() -> float:
+        told = requests.get(f"{next_server.url}/metrics", headers=KEY, timeout=30).text
+        found = re.findall(r"^vllm:prefix_cache_hits_total{.*} (\S+)$", told, re.M)
+        return sum(map(float, found))
+
+    def ask() -> float:
+        """The tokens of the prompt that came out of the cache."""
+        before = hits()
+        body = PROMPT | {"model": "again", "prompt": list(range(100, 400)), "max_tokens": 2}
+        answer = post(next_server, "/v1/completions", body)
+        assert answer.status_code == 200, answer.text
+        return hits() - before
+
+    for seed, how in enumerate(["first", "in place", "in place", "unloaded"]):
+        write_adapter(tmp_path, seed)
+        body = {"lora_name": "again", "lora_path": str(tmp_path)}
+        if how == "unloaded":
+            assert post(next_server, "/v1/unload_lora_adapter", body).status_code == 200
+        body["load_inplace"] = how == "in place"
+        assert post(next_server, "/v1/load_lora_adapter", body).status_code == 200
+        assert ask() == 0, how
+        assert ask() > 0, how
 
 
 def test_sigterm_ends_streams_and_process(next_server):
@@ -499,7 +584,7 @@ def test_sigterm_ends_streams_and_process(next_server):
         "POST", "/v1/completions", json.dumps(PROMPT | {"max_tokens": 3000, "stream": True}),
         KEY | {"Content-Type": "application/json"},
     )  # fmt: skip
-    everybody = family(target)
+    everybody = target.family()
     with ThreadPoolExecutor(10) as pool:
         streams = [pool.submit(read) for _ in range(10)]
         time.sleep(3)
@@ -518,10 +603,10 @@ def test_sigkill_while_the_model_loads(start):
     s = start()
     try:
         end = time.monotonic() + 300
-        while not any("Worker" in name(p) for p in family(s)):
+        while not any("Worker" in process_name(p) for p in s.family()):
             assert s.process.poll() is None and time.monotonic() < end, s.log.read_text()[-2000:]
             time.sleep(0.2)
-        everybody = family(s)
+        everybody = s.family()
         assert len(everybody) >= 3
         s.process.kill()
         assert not gone(everybody, 15)

@@ -89,8 +89,8 @@ class Judge:
             self.wrong.append(f"no answer ({e!r:.100}): {what:.300}")
             return
         took, logged = time.monotonic() - began, self.server.log.stat().st_size - log
-        events = [x for x in answer.text.splitlines() if x.startswith('data: {"error"')]
-        codes = [answer.status_code, *(json.loads(x[6:])["error"]["code"] for x in events)]
+        events = [json.loads(x[6:]) for x in answer.text.splitlines() if x.startswith("data: {")]
+        codes = [answer.status_code, *(e["error"]["code"] for e in events if e.get("error"))]
         bad = {
             f"{codes}": any(c >= 500 and c != 501 for c in codes),
             f"{len(answer.content)} bytes back": sent > 0

@@ -13,7 +13,7 @@ from pathlib import Path
 import monitoring
 import pytest
 import requests
-from conftest import Server
+from conftest import Server, gone, process_name
 from prometheus_client.parser import text_string_to_metric_families
 
 from s4kv_ext.format import sealed_tokens
@@ -58,6 +58,7 @@ def several(model_path, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else each engine wants a NUMA node
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("VLLM_PLUGINS", "")  # int4_kivi is no plugin: each process has it
         s = Server(
             str(folder),
             folder / "log",
@@ -150,3 +151,11 @@ def test_the_dashboard_and_the_alerts_ask_for_what_there_is(kind, request):
         result = monitoring.result_labels(query.promql, labels)
         assert query.shown <= result, f"{query.where} shows {query.shown - result}"
     assert {f"vllm:int4_kivi_{name}" for name in NAMES} <= asked
+
+
+def test_sigkill_of_a_worker_ends_all(several):
+    """Of one engine of two: nothing that would answer with half of the machine, or keep memory."""
+    everybody = several.family()
+    next(p for p in everybody if "Worker" in process_name(p)).kill()
+    several.process.wait(60)
+    assert not gone(everybody, 10)

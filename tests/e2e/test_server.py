@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 import requests
+from conftest import gone
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = "Once upon a time there was a small village by the sea. " * 60
@@ -163,3 +164,18 @@ def test_too_long_is_an_error_for_that_request_only(client):
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="smollm2", prompt=STORY * 12, max_tokens=10)
     assert "Paris" in chat(client).choices[0].message.content
+
+
+def test_sigterm_lets_requests_end(server):
+    """The last test with this server. By --shutdown-timeout, whoever was served is served to the
+    end; then the process ends."""
+    body = {"model": "smollm2", "prompt": "Once", "max_tokens": 200, "ignore_eos": True}
+    url, everybody = f"{server.url}/v1/completions", server.family()
+    with requests.post(url, json=body | {"stream": True}, stream=True, timeout=60) as answer:
+        lines = answer.iter_lines(chunk_size=1)
+        next(lines)
+        server.process.terminate()
+        told = [json.loads(x[6:]) for x in lines if x.startswith(b"data: {")]
+    assert told[-1]["choices"][0]["finish_reason"] == "length", told[-1]
+    assert server.process.wait(60) == 0
+    assert not gone(everybody, 10)

@@ -9,20 +9,28 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import orphan
 import pytest
 import torch
+from torch._inductor.utils import fresh_cache
+from vllm.compilation import caching, decorators
 from vllm.entrypoints.openai.engine.protocol import GenerationError
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.serve.utils.error_response import create_error_response
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import InputStreamError
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.sample.ops.topk_topp_sampler import compiled_random_sample
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from s4kv_ext import page_tags
-from s4kv_ext.guards import auth, grammar, http, requests, shutdown
+from s4kv_ext.guards import adapters, auth, compiling, grammar, http, requests, shutdown, streams
 
 
 @pytest.mark.parametrize("given", ["trace-7", "a" * 128, "0f8fad5b-d9cb-469f-a165-70867728950e"])
@@ -283,3 +291,106 @@ def test_requests_hear_of_the_shutdown_whoever_notices_the_end_first():
     heard = [str(call.args[0]) for call in propagate.call_args_list]
     assert heard == ["the server is shutting down"] * 2
     assert server.config.timeout_graceful_shutdown == shutdown.GRACE
+
+
+async def events_of(*before: str, error: Exception) -> list:
+    class Serving:
+        create_error_response = staticmethod(create_error_response)
+
+        @streams.ends_with_its_error
+        async def generate(self):
+            for event in before:
+                yield event
+            raise error
+
+    return [event async for event in Serving().generate()]
+
+
+@pytest.mark.parametrize(
+    "error, code", [(ValueError("no"), "400"), (GenerationError("no"), "500"), (KeyError(), "500")]
+)
+async def test_a_stream_ends_with_its_error(error, code):
+    *before, last = await events_of("created", "in progress", error=error)
+    assert before == ["created", "in progress"] and last.sequence_number == 2
+    told = json.loads(last.model_dump_json())
+    assert told["type"] == "error" and told["code"] == code == str(told["error"]["code"])
+
+
+async def test_a_background_stream_ends_with_its_error_too():
+    """Whoever reads it waits for one more event until one is the last."""
+    events = await events_of("created", error=ValueError("no"))
+    serving = object.__new__(OpenAIServingResponses)
+    serving.event_store = {"a": (events, asyncio.Event())}
+    async with asyncio.timeout(5):
+        read = [e async for e in serving.responses_background_stream_generator("a")]
+    assert read == events
+
+
+def test_only_a_message_is_taken_for_one():
+    assert requests.message_of({"role": "user"}) == {"role": "user"}
+    for item in ({"type": "program"}, SimpleNamespace(type="program"), {}, "program"):
+        with pytest.raises(VLLMValidationError, match=r"program|None"):
+            requests.message_of(item)
+
+
+def test_adapters_of_one_name_have_their_own_pages():
+    """The first has the name alone, so that other engines' pages can be its own."""
+
+    def loaded(*args, **more) -> tuple[str, ...]:
+        return tuple(adapters.hash_keys(adapters.loading(LoRARequest(*args, **more))))
+
+    first = loaded("test", 1, "/a")
+    assert first == ("test",)
+    assert loaded("test", 1, "/a") == first  # nothing is loaded where it is loaded already
+    others = [
+        loaded("test", 1, "/a", load_inplace=True),
+        loaded("test", 1, "/a", load_inplace=True),
+        loaded("test", 1, "/b", load_inplace=True),
+        loaded("test", 2, "/a"),
+    ]
+    assert len({first, *others}) == 5 and loaded("other", 3, "/a") == ("other",)
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_a_compile_cache_of_any_backend_is_loaded(has, monkeypatch, tmp_path):
+    """Of vLLM's own, which has still to be finished, and of inductor's on CPUs."""
+    compiled = SimpleNamespace(**{"finalize_loading": Mock()} if has else {})
+    cached = Mock(_artifacts=SimpleNamespace(compiled_fn=compiled))
+    monkeypatch.setattr(torch.compiler, "load_compiled_function", lambda *_, **__: cached)
+    monkeypatch.setattr(decorators, "_verify_source_unchanged", Mock())
+    monkeypatch.setattr(decorators, "monitor_torch_compile", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(decorators, "set_current_vllm_config", nullcontext)
+    (tmp_path / "model").touch()
+    model = MagicMock(forward=lambda: None)
+    model.vllm_config.compilation_config.use_inductor_graph_partition = False
+    assert decorators._try_load_aot_compiled_fn(model, str(tmp_path / "model")) is cached
+    assert not has or compiled.finalize_loading.called
+
+
+def test_what_cannot_be_compiled_runs_uncompiled(monkeypatch):
+    """A server without a C++ compiler goes on at the first request that samples."""
+    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nonexistent/c++"))
+    logits = torch.zeros(2, 50)
+    logits[0, 7] = logits[1, 9] = 1000
+    with fresh_cache():
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+            compiled_random_sample(logits)
+        CPUWorker.compile_or_warm_up_model(MagicMock(model_config=SimpleNamespace(seed=0)))
+        torch._dynamo.reset()
+        assert compiled_random_sample(logits).tolist() == [7, 9]
+    torch._dynamo.reset()
+
+
+def test_a_compile_cache_is_of_one_processor(monkeypatch, tmp_path):
+    """A home that several machines share, an image that was made on another."""
+    config = Mock()
+    config.compute_hash.return_value = "a"
+    keys = []
+    for flags in ("fpu avx2", "fpu avx2 avx512f", "fpu avx2"):
+        told = f"processor\t: {len(keys)}\nflags\t\t: {flags}\ncpu MHz\t\t: {len(keys)}\n" * 2
+        (tmp_path / "cpuinfo").write_text(told)
+        monkeypatch.setattr(compiling, "CPUINFO", tmp_path / "cpuinfo")
+        keys.append(caching.aot_compile_hash_factors(config))
+    assert keys[0] == keys[2] != keys[1]
