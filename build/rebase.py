@@ -2,9 +2,10 @@
 """Move the series to another vLLM release: on a branch, in a worktree, with a report.
 
 The release is fetched by the sha256 that pip's index gives. Each patch is then clean (applies as
-it is), fuzzy (its surroundings changed, a 3-way merge fits it in) or in conflict. The report shows
-what to look at, and which names that s4kv_ext imports are gone or changed. Without a conflict the
-unit and end-to-end tests run on the result. Nothing of this checkout changes.
+it is), fuzzy (its surroundings changed, a 3-way merge fits it in) or in conflict, and the next are
+tried as if that had been resolved in its favour. The report shows what to look at, and which names
+that s4kv_ext imports are gone or changed. Without a conflict the unit and end-to-end tests run on
+the result. Nothing of this checkout changes.
 
 examples:
   build/rebase.py 0.26.0               rebase/0.26.0 on the branch rebase-0.26.0, tests included
@@ -32,7 +33,9 @@ from releases import newest, pins_of, repin
 
 WORK = ROOT / "rebase"
 TESTS = ("tests/unit", "tests/e2e")
-AM = ("am", "-q", "-3", "--keep-non-patch", "--committer-date-is-author-date")
+AM = ("-c", "merge.conflictStyle=merge", "am", "-q", "-3", "--keep-non-patch",
+      "--committer-date-is-author-date")  # fmt: skip
+BOTH_SIDES = re.compile(r"^<<<<<<< .*?^=======\n(.*?)^>>>>>>> [^\n]*\n", flags=re.M | re.S)
 
 
 @dataclass
@@ -60,8 +63,21 @@ def conflict(src: Path, name: str, file: str) -> str:
     return f"upstream has no such file any more; the patch has\n{wanted}"
 
 
+def take_side(src: Path, files: list[str]) -> None:
+    """The patch's side of a conflict, so that a patch upon it does not conflict for that alone; a
+    file that upstream has no more stays gone."""
+    for file in files:
+        path = src / file
+        if git("ls-files", "--stage", "--", file, cwd=src).count(" 2\t"):
+            path.write_text(BOTH_SIDES.sub(r"\1", path.read_text()))
+        else:
+            path.unlink(missing_ok=True)
+    git("add", "-A", cwd=src)
+    git("am", "-q", "--continue", cwd=src)
+
+
 def try_patch(src: Path, name: str) -> Verdict:
-    """Apply it as a commit where it can be; one in conflict is left out."""
+    """Apply it as a commit, one in conflict as far as it can be."""
     path = str(PATCHES / name)
     strict = []
     for file in re.findall(r"^diff --git a/(\S+)", (PATCHES / name).read_text(), flags=re.M):
@@ -75,7 +91,10 @@ def try_patch(src: Path, name: str) -> Verdict:
         # Where even the old file is unknown there is nothing to merge, and git says why.
         unmerged = git("diff", "--name-only", "--diff-filter=U", cwd=src).splitlines()
         hunks = {f: conflict(src, name, f) for f in unmerged} or {"": str(e)}
-        git("am", "--abort", cwd=src)
+        try:
+            take_side(src, unmerged)
+        except Stop:  # nothing is left of it
+            git("am", "--abort", cwd=src)
         return Verdict(name, "conflict", hunks)
     if strict:
         whole = git("diff", "HEAD~", cwd=src)  # where upstream has renamed the file
@@ -96,7 +115,7 @@ def report(old: Pins, new: Pins, verdicts: list[Verdict], names: tuple[list[str]
     ]
     for v in verdicts:
         for file, hunk in v.hunks.items():
-            lines += ["", f"### {v.word}: {v.patch[:4]}{file and f', {file}'}", ""]
+            lines += ["", f"### {v.word}: {v.patch.partition('-')[0]}{file and f', {file}'}", ""]
             lines += ["```diff", hunk.rstrip(), "```"]
     lines += ["", "### Names that s4kv_ext imports", ""]
     for word, which in zip(("gone", "changed"), names):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -65,7 +66,8 @@ class Project:
     def git(self, *args: str) -> str:
         return subprocess.check_output(["git", *args], cwd=self.src, text=True).strip()
 
-    def change(self, line: int, message: str = MESSAGE) -> None:
+    def change(self, line: int, message: str = MESSAGE, word: str = "changed") -> None:
         path = self.src / "vllm" / "a.py"
-        path.write_text(path.read_text().replace(f"line {line}\n", f"changed {line}\n"))
+        text = re.sub(rf"^\w+ {line}$", f"{word} {line}", path.read_text(), flags=re.M)
+        path.write_text(text)
         self.git("commit", "-qam", message)

@@ -118,6 +118,20 @@ def test_conflict_is_left_where_git_am_stopped(project: Rebased) -> None:
     assert "+changed five\n" in (tree / "patches" / "0001-Change-a-line.patch").read_text()
 
 
+def test_a_patch_upon_one_in_conflict(project: Rebased) -> None:
+    """It is no conflict of its own."""
+    message = MESSAGE.replace("a line", "it again") + "\nUpstream: none yet.\n"
+    project.change(12, message)
+    project.change(12, message, "again")
+    project.good("refresh")
+    project.commit("A patch upon a patch")
+    project.publish("9.10", {"vllm/a.py": LINES.replace("line 12\n", "line twelve\n")})
+    told = project.run("rebase", "9.10", "--report").stdout
+    assert "9.9 → 9.10: 3 clean, 0 fuzzy, 1 conflict" in told
+    assert "| fixes/0002-Change-it-again.patch | clean |" in told
+    assert "### conflict: fixes/0001, vllm/a.py" in told
+
+
 def test_report_alone_changes_nothing(project: Rebased) -> None:
     assert "the newest" in project.good("rebase", "newest", "--report")
     project.publish("9.10", {"vllm/b.py": "x = 1\n"})
