@@ -6,7 +6,7 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from s4kv_ext.format import BLOCK
-from s4kv_ext.specs import RecentSpec, SealedSpec, decode_peak_pages, prefill_peak_pages
+from s4kv_ext.specs import RecentSpec, SealedSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,9 +17,8 @@ REPORTED_CONTEXT = 4096
 
 def density(sealed: SealedSpec, recent: RecentSpec, num_tokens: int) -> float:
     """How many times less memory a sequence takes than in the model's dtype, at its peak."""
-    pages = decode_peak_pages(num_tokens, recent.block_size, recent.speculative_tokens)
     plain = num_tokens * 2 * recent.num_kv_heads * recent.head_size * recent.dtype.itemsize
-    return plain / (pages * sealed.page_size_bytes)
+    return plain / (recent.decode_peak_pages(num_tokens) * sealed.page_size_bytes)
 
 
 def check_and_report(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -40,9 +39,7 @@ def check_and_report(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     model = vllm_config.model_config
     max_len = model.max_model_len
 
-    def need(tokens: int) -> int:
-        return prefill_peak_pages(tokens, recent.block_size, recent.speculative_tokens)
-
+    need = recent.prefill_peak_pages
     fits = bisect_right(range(1, max_len + 1), pool, key=need)
     if fits and model.original_max_model_len == -1:
         max_len = model.max_model_len = fits
@@ -62,7 +59,7 @@ def check_and_report(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
         layers * sealed.page_size_bytes / BLOCK,
         pool,
         context,
-        decode_peak_pages(context, recent.block_size, recent.speculative_tokens),
+        recent.decode_peak_pages(context),
         density(sealed, recent, context),
         str(recent.dtype).removeprefix("torch."),
     )

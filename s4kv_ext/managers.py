@@ -115,10 +115,10 @@ class RecentManager(SlidingWindowManager):
         request_id: str,
         num_tokens: int,
         new_computed_blocks: Sequence[KVCacheBlock],
-        total_computed_tokens: int,
-        num_tokens_main_model: int,
+        *counts: int,
         apply_admission_cap: bool = False,
     ) -> int:
+        num_tokens_main_model = counts[-1]  # vLLM's releases differ in those before it
         held = len(new_computed_blocks) + len(self.req_to_blocks.get(request_id, ()))
         new = max(-(-num_tokens // self.block_size) - held, 0)
         if apply_admission_cap:  # of all steps to come, which may begin and end anywhere

@@ -98,16 +98,21 @@ class RecentSpec(SlidingWindowSpec):
     def sink_pages(self) -> int:
         return SINKS // self.block_size
 
-    def max_admission_blocks_per_request(
-        self, max_num_batched_tokens: int, max_model_len: int
-    ) -> int:
-        pages = prefill_peak_pages(max_model_len, self.block_size, self.speculative_tokens)
-        return pages - sealed_pages(max_model_len)
+    def max_admission_blocks_per_request(self, *, max_model_len: int, **_: int) -> int:
+        """However long a chunk is; vLLM's releases call that differently."""
+        return self.prefill_peak_pages(max_model_len) - sealed_pages(max_model_len)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         max_len = vllm_config.model_config.max_model_len
-        pages = decode_peak_pages(max_len, self.block_size, self.speculative_tokens)
-        return (pages - sealed_pages(max_len)) * self.page_size_bytes
+        return (self.decode_peak_pages(max_len) - sealed_pages(max_len)) * self.page_size_bytes
+
+    def decode_peak_pages(self, num_tokens: int) -> int:
+        """Of both groups."""
+        return decode_peak_pages(num_tokens, self.block_size, self.speculative_tokens)
+
+    def prefill_peak_pages(self, num_tokens: int) -> int:
+        """Of both groups."""
+        return prefill_peak_pages(num_tokens, self.block_size, self.speculative_tokens)
 
 
 def sealed_spec(num_kv_heads: int, head_dim: int) -> SealedSpec:

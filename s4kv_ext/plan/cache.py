@@ -60,16 +60,11 @@ def make(model: ModelConfig, dtype: str, gpus: int = 1, block_size: int = BLOCK_
     layers = model.get_total_num_hidden_layers()
     heads, head_size = kv_heads(model, gpus), model.get_head_size()
     if dtype == KV_CACHE_DTYPE:
-        from s4kv_ext.specs import decode_peak_pages, prefill_peak_pages, recent_spec, sealed_spec
+        from s4kv_ext.specs import recent_spec, sealed_spec
 
-        tokens = recent_spec(heads, head_size, model.dtype).block_size
+        recent = recent_spec(heads, head_size, model.dtype)
         page = sealed_spec(heads, head_size).page_size_bytes
-        return Cache(
-            dtype,
-            layers * page,
-            lambda n: decode_peak_pages(n, tokens),
-            lambda n: prefill_peak_pages(n, tokens),
-        )
+        return Cache(dtype, layers * page, recent.decode_peak_pages, recent.prefill_peak_pages)
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     spec = (MLAAttentionSpec if model.use_mla else FullAttentionSpec)(
