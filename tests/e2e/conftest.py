@@ -84,13 +84,14 @@ class Server:
             start_new_session=True,
         )
 
-    def wait(self, seconds: float = 300) -> None:
+    def wait(self, seconds: float = 900) -> None:
+        """Until it serves; on two slow cores that are shared, a start has taken 300 s."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server ended:\n{self.log.read_text()[-4000:]}")
             try:
-                if requests.get(f"{self.url}/health", timeout=5).ok:
+                if requests.get(f"{self.url}/health", timeout=60).ok:
                     return
             except requests.ConnectionError:
                 time.sleep(0.5)
@@ -98,7 +99,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
-        lines = requests.get(f"{self.url}/metrics", timeout=10).text.splitlines()
+        lines = requests.get(f"{self.url}/metrics", timeout=60).text.splitlines()
         values = [
             float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith((name + "{", name + " "))
         ]

@@ -27,7 +27,7 @@ def made(model_path, tmp_path_factory):
     command = [BIN / "s4kv", "calibrate", model_path(), "--text", TEXT, "-o", out]
     command += ["--tokens", TOKENS, "--dtype", "float32"]
     done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, env=ENV, timeout=300
+        list(map(str, command)), capture_output=True, text=True, env=ENV, timeout=900
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done, out
@@ -101,7 +101,7 @@ def test_map_of_another_model_is_refused(made, model_path):
     command += ["--kv-cache-dtype", "int4_kivi"]
     command += ["--additional-config", f'{{"int4_kivi": {{"map": "{made[1]}"}}}}']
     done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, env=ENV, timeout=300
+        list(map(str, command)), capture_output=True, text=True, env=ENV, timeout=900
     )
     last = done.stderr.strip().splitlines()[-1]
     print(last)

@@ -129,7 +129,7 @@ def test_spoilt_values(judge):
 
 def test_what_the_schema_makes(judge):
     """From the server's own description of itself, all routes that it has."""
-    described = requests.get(f"{judge.server.url}/openapi.json", timeout=30).json()
+    described = requests.get(f"{judge.server.url}/openapi.json", timeout=60).json()
     operations = [r.ok() for r in schemathesis.openapi.from_dict(described).get_all_operations()]
     assert len(operations) > 20
     for operation in operations:

@@ -34,7 +34,7 @@ def test_paris(client):
 
 def test_models_and_health(client, server):
     assert [m.id for m in client.models.list()] == ["smollm2"]
-    assert requests.get(f"{server.url}/health", timeout=10).status_code == 200
+    assert requests.get(f"{server.url}/health", timeout=60).status_code == 200
 
 
 def test_log_says_what_was_chosen(server):
@@ -44,7 +44,7 @@ def test_log_says_what_was_chosen(server):
 
 
 def test_metrics_name_the_cache(server):
-    text = requests.get(f"{server.url}/metrics", timeout=10).text
+    text = requests.get(f"{server.url}/metrics", timeout=60).text
     info = next(x for x in text.splitlines() if x.startswith("vllm:cache_config_info"))
     assert 'cache_dtype="int4_kivi"' in info
     assert 'kv_cache_size_tokens="' in info

@@ -141,7 +141,7 @@ def test_command_line_ends_in_one_line(tmp_path):
         capture_output=True,
         text=True,
         env=os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
-        timeout=120,
+        timeout=600,
     )
     assert run.returncode == 1
     last = run.stderr.strip().splitlines()[-1]

@@ -266,7 +266,7 @@ def test_ctrl_c_keeps_what_is_done_and_ends_the_servers(compare, command, tasks)
             break
         time.sleep(0.1)
     os.kill(run.pid, signal.SIGINT)
-    told, _ = run.communicate(timeout=60)
+    told, _ = run.communicate(timeout=180)
     assert run.returncode == 130, told
     assert "--resume goes on" in told and "Traceback" not in told
     assert last.exists()

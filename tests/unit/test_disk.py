@@ -60,7 +60,7 @@ def run(
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -123,7 +123,7 @@ def test_two_builds_at_once(tmp_path):
         subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    told = sorted((p.communicate(timeout=60)[1] for p in both), key=len)
+    told = sorted((p.communicate(timeout=180)[1] for p in both), key=len)
     assert [p.returncode for p in both] == [0, 0], told
     assert "0 patches applied" in told[0] and "is up to date" in told[1], told
 
@@ -141,7 +141,7 @@ def test_two_clones_compile_one_after_the_other(tmp_path):
         )
         for cache in ("a", "b")
     ]
-    ends = sorted(float(p.communicate(timeout=60)[0]) for p in both)
+    ends = sorted(float(p.communicate(timeout=180)[0]) for p in both)
     assert [p.returncode for p in both] == [0, 0]
     assert ends[1] - ends[0] >= 1
 

@@ -41,7 +41,7 @@ def interrupted(seconds: float, *command: str, cwd: Path, **environment: str) ->
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
     try:
-        told, _ = process.communicate(timeout=60)
+        told, _ = process.communicate(timeout=180)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         told, _ = process.communicate()
