@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -85,6 +87,11 @@ def _options(config: VllmConfig) -> Iterator[Unsupported]:
             f"{have / (1 << 30):.0f} in all",
             "set it to what is left beside the model",
         )
+    if config.compilation_config.mode and (why := _unwritable(Path(envs.VLLM_CACHE_ROOT))):
+        yield Unsupported(
+            f"the compiled model cannot be kept in {envs.VLLM_CACHE_ROOT}: {why}",
+            "set VLLM_CACHE_ROOT to a folder that can be written, or use --enforce-eager",
+        )
     if envs.VLLM_BATCH_INVARIANT:
         yield Unsupported(
             "VLLM_BATCH_INVARIANT=1 is not supported: what is sealed depends on the chunks",
@@ -102,6 +109,16 @@ def _options(config: VllmConfig) -> Iterator[Unsupported]:
                 f"num_speculative_tokens {draft.num_speculative_tokens} is too large",
                 f"use less than {RECENT}: only accepted tokens may be sealed",
             )
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why nothing can be written there; it is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as e:
+        return e.strerror
+    return None
 
 
 def _memory() -> int:

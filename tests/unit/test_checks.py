@@ -120,6 +120,19 @@ def test_option_accepted(tmp_path, options):
     create(model(tmp_path, LLAMA), **options)
 
 
+@pytest.mark.parametrize("where", ["/proc/nowhere", "file/below"])
+def test_a_home_that_cannot_be_written(tmp_path, monkeypatch, where):
+    """Said before weights load, not by a worker's stack trace when it compiles."""
+    from s4kv_ext.checks import Unsupported
+
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / where))
+    with pytest.raises(Unsupported, match="set VLLM_CACHE_ROOT") as e:
+        create(model(tmp_path, LLAMA))
+    assert str(tmp_path / where) in str(e.value) and "\n" not in str(e.value)
+    create(model(tmp_path, LLAMA), enforce_eager=True)
+
+
 def test_others_are_not_checked(tmp_path):
     config = create(model(tmp_path, LLAMA | {"head_dim": 80}), kv_cache_dtype="auto", block_size=32)
     assert config.cache_config.cache_dtype == "auto"
