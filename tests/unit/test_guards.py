@@ -367,10 +367,10 @@ def test_a_compile_cache_of_any_backend_is_loaded(has, monkeypatch, tmp_path):
     assert not has or compiled.finalize_loading.called
 
 
-def test_what_cannot_be_compiled_runs_uncompiled(monkeypatch):
+@torch._dynamo.config.patch(suppress_errors=False)
+@torch._inductor.config.patch({"cpp.cxx": (None, "/nonexistent/c++")})
+def test_what_cannot_be_compiled_runs_uncompiled():
     """A server without a C++ compiler goes on at the first request that samples."""
-    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/nonexistent/c++"))
     logits = torch.zeros(2, 50)
     logits[0, 7] = logits[1, 9] = 1000
     with fresh_cache():
