@@ -62,8 +62,26 @@ class Neighbour:
 
 
 @pytest.fixture(scope="module")
-def neighbour(server) -> Iterator[Neighbour]:
-    n = Neighbour(server.url)
+def target(model_path, tmp_path_factory) -> Iterator[Server]:
+    s = Server(
+        model_path(),
+        tmp_path_factory.mktemp("fuzz") / "log",
+        *("--served-model-name", hostile.MODEL, "--dtype", "float32", "--enforce-eager"),
+        *("--kv-cache-dtype", "int4_kivi", "--max-model-len", "1024"),
+        *("--kv-cache-memory-bytes", str(256 << 20), "--enable-request-id-headers"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--override-generation-config", json.dumps({"max_new_tokens": 8})),  # no long answers
+    )
+    try:
+        s.wait()
+        yield s
+    finally:
+        s.stop()
+
+
+@pytest.fixture(scope="module")
+def neighbour(target) -> Iterator[Neighbour]:
+    n = Neighbour(target.url)
     threads = [threading.Thread(target=f, daemon=True) for f in (n.health, n.text)]
     for t in threads:
         t.start()
@@ -108,8 +126,8 @@ class Judge:
 
 
 @pytest.fixture
-def judge(server, neighbour) -> Judge:
-    return Judge(server, neighbour)
+def judge(target, neighbour) -> Judge:
+    return Judge(target, neighbour)
 
 
 def post(judge: Judge, path: str, body: bytes, **headers: str) -> None:
@@ -269,7 +287,7 @@ def test_a_body_has_a_bound(judge):
     assert memory(judge.server) - before < 3 * 140 << 20
 
 
-def test_nobody_else_noticed(server, neighbour):
+def test_nobody_else_noticed(target, neighbour):
     time.sleep(1)
     assert len(neighbour.texts) > 10
     assert set(neighbour.texts) == {neighbour.texts[0]}
@@ -283,8 +301,8 @@ def test_nobody_else_noticed(server, neighbour):
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     end = time.monotonic() + 30
     while True:
-        requests.post(f"{server.url}/v1/completions", json=GREEDY, timeout=60).raise_for_status()
-        left = {name: value for name in names if (value := server.metric(f"vllm:{name}"))}
+        requests.post(f"{target.url}/v1/completions", json=GREEDY, timeout=60).raise_for_status()
+        left = {name: value for name in names if (value := target.metric(f"vllm:{name}"))}
         if not left or time.monotonic() > end:
             break
     assert not left
