@@ -95,7 +95,7 @@ def child(options: dict[str, Any], environment: dict[str, str] | None = None) ->
     command = [sys.executable, sys.argv[0], "--child", json.dumps(options)]
     env = env | os.environ | (environment or {})
     run = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
-    if run.returncode or MARK not in run.stdout:
+    if run.returncode or f"\n{MARK}" not in f"\n{run.stdout}":
         raise SystemExit(f"the engine ended with status {run.returncode}:\n{run.stdout[-3000:]}")
     return run.stdout
 
