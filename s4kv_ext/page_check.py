@@ -8,6 +8,7 @@ Nothing waits for the device: what was found comes to the host with the step's t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu_worker import Worker
 
+STEPS_AHEAD = 4  # more than are ever launched and not yet delivered
 NO_TAG = -2  # what is expected of a page that a request was not given
 
 
@@ -65,13 +67,18 @@ class PageCheck:
         self._known: dict[str, int] = {}
         self._new: dict[int, int] = {}
         """Cell to tag, since the last comparison."""
+        self._tags_came = False
         self._step: SchedulerOutput | None = None
         self._found: _Found | None = None
+        self._in_reach: deque[tuple[Tensor, Tensor]] = deque(maxlen=STEPS_AHEAD)
 
     def begin(self, out: SchedulerOutput) -> None:
         """Take in what a step brings."""
         new: Any = out.kv_connector_metadata
+        if new is None and not self._tags_came:  # the runner warms up, without a scheduler
+            return
         assert isinstance(new, StepTags), "a step without page tags"
+        self._tags_came = True
         self._step = out if out.total_num_scheduled_tokens else None
         for rid in out.finished_req_ids | (out.preempted_req_ids or set()):
             if row := self._known.pop(rid, None):
@@ -118,18 +125,22 @@ class PageCheck:
         new = np.array([*self._new.items()], np.int32)
         self._new.clear()
         step = torch.from_numpy(np.concatenate((rows.ravel(), new.ravel())))
-        if self.device.type != "cpu":  # its allocator keeps pinned memory until it was copied
-            step = step.pin_memory().to(self.device, non_blocking=True)
-        wrong = torch.empty((len(rows), 4), dtype=torch.int32, device=self.device)
+        pinned = self.device.type != "cpu"
+        if pinned:  # the kernel reads it there, and writes there what it finds
+            step = step.pin_memory()
+        wrong = torch.empty((len(rows), 4), dtype=torch.int32, pin_memory=pinned)
         alone = self.group is None
+        of_ranks = wrong if alone else wrong.to(self.device)
         self._ops.check_pages(
-            self._cells, self.num_pages, step, *tables, self.page_tokens, alone, wrong
+            self._cells, self.num_pages, step, *tables, self.page_tokens, alone, of_ranks
         )
         if not alone:
-            torch.distributed.all_reduce(wrong, torch.distributed.ReduceOp.MAX, self.group)
+            torch.distributed.all_reduce(of_ranks, torch.distributed.ReduceOp.MAX, self.group)
             for table in tables:
-                table[: len(rows)].masked_fill_(wrong[:, :1] != 0, 0)
-        self._found = _Found(list(req_ids), wrong)
+                table[: len(rows)].masked_fill_(of_ranks[:, :1] != 0, 0)
+            wrong.copy_(of_ranks, non_blocking=True)
+        self._found = _Found(list(req_ids), wrong, torch.cuda.Event() if pinned else None)
+        self._in_reach.append((step, wrong))
 
     def deliver(self, output: Any) -> Any:
         """What a worker returns of a step, with what was found in it."""
@@ -146,11 +157,10 @@ class PageCheck:
 class _Found:
     """On its way to the host."""
 
-    def __init__(self, req_ids: list[str], wrong: Tensor) -> None:
-        self.req_ids, self.wrong = req_ids, wrong.to("cpu", non_blocking=True)
-        self.event = torch.cuda.Event() if wrong.is_cuda else None
-        if self.event:
-            self.event.record()
+    def __init__(self, req_ids: list[str], wrong: Tensor, event: torch.cuda.Event | None) -> None:
+        self.req_ids, self.wrong, self.event = req_ids, wrong, event
+        if event:
+            event.record()
 
     def add_to(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         if self.event:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,21 +92,29 @@ def whole(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
 
 
-def on(device: str, case: dict[str, Any]) -> dict[str, Any]:
-    """A copy, with the same strides."""
-    return {
-        name: whole(x).clone().to(device).as_strided(x.shape, x.stride(), x.storage_offset())
-        if isinstance(x, Tensor)
-        else x
-        for name, x in case.items()
-    }
+def on(device: str, case: dict[str, Any], pinned: Sequence[str] = ()) -> dict[str, Any]:
+    """A copy, with the same strides; pinned: arguments that stay in memory of the host."""
+
+    def copy(name: str, x: Tensor) -> Tensor:
+        memory = whole(x).clone()
+        memory = memory.pin_memory() if name in pinned else memory.to(device)
+        return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+    return {name: copy(name, x) if isinstance(x, Tensor) else x for name, x in case.items()}
 
 
-def assert_same(case: dict[str, Any], check_pages: Callable[..., None], device: str) -> Tensor:
+def assert_same(
+    case: dict[str, Any],
+    check_pages: Callable[..., None],
+    device: str,
+    pinned: Sequence[str] = (),
+) -> Tensor:
     """As the reference, in all memory; returns what was found."""
-    want, got = on("cpu", case), on(device, case)
+    want, got = on("cpu", case), on(device, case, pinned)
     reference.check_pages(**want)
     check_pages(**got)
+    if device != "cpu":
+        torch.cuda.synchronize()
     for name, x in want.items():
         if isinstance(x, Tensor):
             assert torch.equal(whole(got[name]).cpu(), whole(x)), name

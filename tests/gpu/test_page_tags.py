@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tag_cases import SIZES, assert_same, random_case
+from tag_cases import SIZES, assert_same, on, random_case
 
 from s4kv_ext import cuda_ops
 from s4kv_ext.page_check import PageCheck
 from tests.gpu.cases import microseconds
-from tests.gpu.engines import config, pages_are_back, prompts, weights, write
+from tests.gpu.engines import config, leads, pages_are_back, prompts, weights, write
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 LEAN = {
@@ -26,22 +26,33 @@ LEAN = {
 }
 
 
+IN_REACH = ("step", "wrong")  # where the engine has them
+
+
+@pytest.mark.parametrize("pinned", [(), IN_REACH], ids=["on the GPU", "pinned"])
 @pytest.mark.parametrize("page_tokens", [8, 16])
 @pytest.mark.parametrize("size", SIZES)
-def test_the_reference_s_result(size: str, page_tokens: int) -> None:
+def test_the_reference_s_result(size: str, page_tokens: int, pinned: tuple[str, ...]) -> None:
     rows = wrong = 0
     for seed in range(5):
         case = random_case(seed, page_tokens=page_tokens, **SIZES[size])
-        found = assert_same(case, cuda_ops.check_pages, "cuda")
+        found = assert_same(case, cuda_ops.check_pages, "cuda", pinned)
         rows, wrong = rows + len(found), wrong + int(found[:, 0].sum())
     print(f"{wrong} of {rows} rows wrong")
     assert rows == 0 or 0 < wrong < rows
 
 
+def test_memory_out_of_reach_is_refused() -> None:
+    case = on("cuda", random_case(0), pinned=IN_REACH)
+    for name in IN_REACH:
+        with pytest.raises(ValueError, match=f"{name} must be int32 on the GPU or in pinned"):
+            cuda_ops.check_pages(**case | {name: case[name].clone()})
+
+
 @pytest.mark.parametrize("context", [8192, 131_072])
 @pytest.mark.parametrize("batch", [1, 32, 128])
 def test_cost_of_a_decode_step(batch: int, context: int) -> None:
-    """Of the launches, with the tags of one page for each request; the copies are not in it."""
+    """With the tags of one page for each request."""
     widths = (context // 64, context // 16)
     num_pages = batch * (widths[0] + 8) + 1
     step = torch.tensor([[i, widths[0] - 1, context, widths[1]] for i in range(batch)])
@@ -50,12 +61,12 @@ def test_cost_of_a_decode_step(batch: int, context: int) -> None:
     case = {
         "cells": torch.zeros(num_pages + batch * sum(widths), dtype=torch.int32, device="cuda"),
         "num_pages": num_pages,
-        "step": torch.cat((step.flatten(), given.flatten())).int().cuda(),
+        "step": torch.cat((step.flatten(), given.flatten())).int().pin_memory(),
         "sealed_table": tables[0],
         "recent_table": tables[1],
         "page_tokens": 16,
         "withdraw": True,
-        "wrong": torch.empty(batch, 4, dtype=torch.int32, device="cuda"),
+        "wrong": torch.empty(batch, 4, dtype=torch.int32, pin_memory=True),
     }
     time = microseconds(lambda: cuda_ops.check_pages(**case))
     print(f"batch {batch:4}, context {context:6}: {time:6.2f} us")
@@ -71,9 +82,11 @@ def test_a_wrong_page_ends_its_request(start, tmp_path, monkeypatch, v2, asynchr
     start.stop()
     model = write(tmp_path / "model", config(), weights())
     llm = start(model, **LEAN, async_scheduling=asynchronous)
-    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        max_tokens=40, temperature=0, ignore_eos=True, logprobs=2, detokenize=False
+    )
     asked = prompts((300, 500, 900, 1500))
-    right = [list(o.outputs[0].token_ids) for o in llm.generate(asked, params, use_tqdm=False)]
+    right = llm.generate(asked, params, use_tqdm=False)
     assert llm.reset_prefix_cache()
     run, steps = PageCheck.run, []
 
@@ -85,10 +98,12 @@ def test_a_wrong_page_ends_its_request(start, tmp_path, monkeypatch, v2, asynchr
         run(self, req_ids, tables)
 
     monkeypatch.setattr(PageCheck, "run", spoil)
-    spoilt = [o.outputs[0] for o in llm.generate(asked, params, use_tqdm=False)]
-    (i,) = (i for i, o in enumerate(spoilt) if o.finish_reason == "error")
-    assert "not this request's any more" in spoilt[i].stop_reason
-    got = [list(o.token_ids) for o in spoilt]
-    assert len(got[i]) < 20 and got[i] == right[i][: len(got[i])]
-    assert [g for g in got if len(g) == 40] == [*right[:i], *right[i + 1 :]]
+    spoilt = llm.generate(asked, params, use_tqdm=False)
+    (i,) = (i for i, o in enumerate(spoilt) if o.outputs[0].finish_reason == "error")
+    assert "not this request's any more" in spoilt[i].outputs[0].stop_reason
+    got = spoilt[i].outputs[0].token_ids
+    assert len(got) < 20 and list(got) == list(right[i].outputs[0].token_ids[: len(got)])
+    del right[i], spoilt[i]
+    assert all(len(o.outputs[0].token_ids) == 40 for o in spoilt)
+    assert max(leads(right, spoilt), default=0) < 1.5  # without the ended one steps are others
     assert pages_are_back(llm)

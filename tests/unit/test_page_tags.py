@@ -178,6 +178,24 @@ def test_a_dummy_run_is_not_looked_at():
     assert tables[0].all() and tables[1].all() and check.deliver("output") == "output"
 
 
+def test_steps_without_tags_are_for_warm_up_alone():
+    """The V2 runner warms up with steps of its own, before there is a scheduler."""
+    check = PageCheck(10, 2, (4, 4), 16, 0, torch.device("cpu"))
+    engine = CheckedEngine(Settings())
+    rid = engine.add([1] * 40, 5)
+    out = engine.scheduler.schedule()
+    tags, out.kv_connector_metadata = out.kv_connector_metadata, None
+    check.begin(out)
+    tables = [torch.tensor([[1, 2, 3, 4]]).int() for _ in range(2)]
+    check.run([rid], tables)
+    assert tables[0].all() and tables[1].all() and check.deliver("output") == "output"
+    out.kv_connector_metadata = tags
+    check.begin(out)
+    out.kv_connector_metadata = None
+    with pytest.raises(AssertionError, match="a step without page tags"):
+        check.begin(out)
+
+
 def test_more_requests_than_rows():
     """A reset of the prefix cache sends running requests back to wait; others may come first."""
     s = Settings(max_num_seqs=2, policy="priority", pages=200)

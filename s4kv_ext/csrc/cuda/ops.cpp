@@ -57,6 +57,17 @@ const int* ints(const Tensor& t, const char* name) {
   return static_cast<const int*>(t.data_ptr());
 }
 int* mutable_ints(const Tensor& t, const char* name) { return const_cast<int*>(ints(t, name)); }
+
+// Small arrays may also lie in pinned memory of the host, which the GPU reads and writes where it is.
+int* ints_in_reach(const Tensor& t, const char* name) {
+  require(t.scalar_type() == ScalarType::Int && t.is_contiguous(), name, t);
+  cudaPointerAttributes where{};
+  if (t.numel() && !t.is_cuda()) {
+    check(cudaPointerGetAttributes(&where, t.data_ptr()), name);
+    require(where.type == cudaMemoryTypeHost, name, t);
+  }
+  return static_cast<int*>(t.data_ptr());
+}
 bool aligned(const Tensor& t, uintptr_t to) { return reinterpret_cast<uintptr_t>(t.data_ptr()) % to == 0; }
 
 cudaStream_t stream_of(const Tensor& t) {
@@ -202,12 +213,12 @@ void check_pages_op(const Tensor& cells, int64_t num_pages, const Tensor& step, 
   const long given = step.numel() - 4L * n;
   require(step.dim() == 1 && given >= 0 && given % 2 == 0 && aligned(step, 16),
           "step must be int32 [4 * requests + 2 * given]", step);
-  const int* values = ints(step, "step must be int32 on the GPU");
+  const int* values = ints_in_reach(step, "step must be int32 on the GPU or in pinned memory");
   const PageCheck p{mutable_ints(cells, "cells must be int32 on the GPU"), cells.numel(), (int)num_pages,
                     reinterpret_cast<const int4*>(values), reinterpret_cast<const int2*>(values + 4L * n), n, (int)(given / 2),
                     page_table(sealed_table, n, "sealed_table must be int32 [requests, pages]"),
                     page_table(recent_table, n, "recent_table must be int32 [requests, pages]"), (int)page_tokens, withdraw,
-                    reinterpret_cast<int4*>(mutable_ints(wrong, "wrong must be int32 on the GPU"))};
+                    reinterpret_cast<int4*>(ints_in_reach(wrong, "wrong must be int32 on the GPU or in pinned memory"))};
   const long columns = (long)p.sealed.columns + p.recent.columns;
   require(cells.dim() == 1 && num_pages >= 0 && num_pages <= p.num_cells && columns > 0 && (p.num_cells - num_pages) % columns == 0,
           "cells must have one value for each page, and rows as wide as the tables", cells);

@@ -1,4 +1,5 @@
-// check_pages: once a step, before attention. One launch, and one before it if pages were given.
+// check_pages: once a step, before attention. One launch, and one before it if pages were given. What a step
+// brings and what was found may lie in pinned memory: a few hundred bytes, sooner read there than copied.
 #include <climits>
 
 #include "launch.h"
@@ -21,7 +22,10 @@ __global__ void __launch_bounds__(THREADS) give_kernel(PageCheck p) {
 // A thread block a request: the entries that attention needs in one sequence, sealed pages, sinks, window.
 __global__ void __launch_bounds__(THREADS) check_kernel(PageCheck p) {
   __shared__ int first;
-  const int4 r = p.requests[blockIdx.x];
+  __shared__ int4 request;
+  if (threadIdx.x == 0) first = INT_MAX, request = p.requests[blockIdx.x];  // may be far: read once
+  __syncthreads();
+  const int4 r = request;
   const int columns = p.sealed.columns + p.recent.columns;
   const int* expected = p.cells + p.num_pages + (long)r.x * columns;
   int* sealed = p.sealed.pages + blockIdx.x * p.sealed.stride;
@@ -30,7 +34,6 @@ __global__ void __launch_bounds__(THREADS) check_kernel(PageCheck p) {
   const int sinks = min(SINKS / p.page_tokens, num_recent);
   const int gap = max(sinks, sealed_tokens(r.z) / p.page_tokens) - sinks;  // pages given back, after the sinks
   const int needed = num_sealed + max(sinks, num_recent - gap);
-  if (threadIdx.x == 0) first = INT_MAX;
 
   int at = INT_MAX;
   int4 wrong = make_int4(0, 0, 0, 0);
