@@ -1,8 +1,10 @@
-"""Tensor parallelism beside one rank. Two ranks share one GPU here, so it says nothing of speed."""
+"""Tensor parallelism beside one rank: as two ranks that share one GPU, which says nothing of speed,
+and, where there are two GPUs, on both with NCCL and CUDA graphs."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +21,10 @@ OPTIONS = {
     "max_num_batched_tokens": 256,
     "max_num_seqs": 8,
     "kv_cache_memory_bytes": 1 << 29,
-    "enforce_eager": True,
+    "gpu_memory_utilization": 0.1,
 }
-TWO_RANKS = {
-    "tensor_parallel_size": 2,
-    "distributed_executor_backend": "mp",
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+ON_ONE_GPU = {
     "disable_custom_all_reduce": True,
     "worker_cls": "tests.gpu.one_device.OneDeviceWorker",
 }
@@ -37,21 +38,25 @@ def greedy(llm) -> list[list[int]]:
     return [list(out.outputs[0].token_ids) for out in outs]
 
 
-def test_two_ranks_beside_one(tmp_path, start, monkeypatch):
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_two_ranks_beside_one(tmp_path, start, monkeypatch, gpus):
     """Each rank has half the KV heads, its own pages and its own channel maps."""
-    from s4kv_ext import checks
-
-    if not torch.distributed.is_gloo_available():
-        pytest.skip("this PyTorch has no gloo")
-    monkeypatch.setattr(checks, "_platform", lambda config: iter(()))  # whatever it refuses
-    monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
     monkeypatch.setenv("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
     monkeypatch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
+    options: dict[str, Any] = OPTIONS | {"enforce_eager": gpus == 1}
+    where: dict[str, Any] = TWO_RANKS
+    if gpus == 1:
+        if not torch.distributed.is_gloo_available():
+            pytest.skip("this PyTorch has no gloo")
+        monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
+        where = TWO_RANKS | ON_ONE_GPU
     model = write(tmp_path / "model", config(), weights())
-    want = forced(start(model, kv_cache_dtype="auto", **OPTIONS), prompts(LENGTHS))
-    one = start(model, **OPTIONS)
+    want = forced(start(model, kv_cache_dtype="auto", **options), prompts(LENGTHS))
+    one = start(model, **options)
     alone, text = forced(one, prompts(LENGTHS), tokens=64), greedy(one)
-    two = start(model, **OPTIONS | TWO_RANKS)
+    two = start(model, **options | where)
     together, text_of_two = forced(two, prompts(LENGTHS), tokens=64), greedy(two)
     spread = want.std()
     errors = {
