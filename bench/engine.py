@@ -35,7 +35,7 @@ def cell(text: str) -> Cell:
 
 def measure(
     model: str, kv: str, dtype: str, cells: list[str], steps: int, dummy: bool, chunk: int,
-    repeats: int, long_prompt: int, long_chunk: int, fill: int, kv_bytes: int,
+    repeats: int, long_prompt: int, long_chunk: int, fill: int, kv_bytes: int, ranks: int,
 ) -> dict[str, Any]:  # fmt: skip
     """One engine's cells by name, and its ``long`` and ``fill`` if asked for."""
     shapes = {name: cell(name) for name in cells}
@@ -43,9 +43,9 @@ def measure(
     slack = max((-(-b * n // ((chunk or 2048) - b)) + 3 for b, n in shapes.values()), default=0)
     lengths = [n + steps + DROPPED + slack for _, n in shapes.values()]
     longest = max([*lengths, long_prompt + 8, fill + FILL_STEPS if fill else 0])
-    engine = Engine(model, kv, dtype, dummy, longest, chunk)
+    engine = Engine(model, kv, dtype, dummy, longest, chunk, ranks)
     result: dict[str, Any] = {"kv_tokens": engine.kv_tokens, "ready_s": engine.ready_s}
-    result["chunk"] = engine.chunk
+    result |= {"chunk": engine.chunk, "max_model_len": longest}
     for name, (batch, context) in shapes.items():
         mixed = engine.prefill_steps(batch, context)  # what began early decodes meanwhile
         tokens = mixed + DROPPED + steps
@@ -102,8 +102,10 @@ def summary(runs: dict[str, list[dict[str, Any]]], names: list[str]) -> dict[str
         }
         for name in names
     }
+    first = next(iter(done.values()))[0]
     result: dict[str, Any] = {
-        "chunk": next(iter(done.values()))[0]["chunk"],
+        "chunk": first["chunk"],
+        "max_model_len": first["max_model_len"],
         "kv_tokens": {kv: rs[0]["kv_tokens"] for kv, rs in done.items()},
         "ready_s": {kv: [r["ready_s"] for r in rs] for kv, rs in done.items()},
         "cells": {name: row for name, row in table.items() if row and name != "long"},
@@ -151,11 +153,13 @@ def main() -> None:
     ap.add_argument("--long-chunk", type=int, default=2048, help="in chunks of so many tokens")
     ap.add_argument("--fill", type=int, default=0, help="fill the cache with requests this long")
     ap.add_argument("--kv-bytes", type=int, default=8 << 30, help="of the cache, for --fill")
+    ap.add_argument("--ranks", type=int, default=1, help="tensor parallelism, a GPU each")
     args = ap.parse_args()
     serve_child(args.child, measure)
     names = args.cells or [f"{b}x{c}" for c in args.contexts for b in args.batches]
     common = {"model": args.model, "dtype": args.dtype, "steps": args.steps, "dummy": args.dummy}
     common |= {"repeats": args.repeats, "long_chunk": args.long_chunk, "kv_bytes": args.kv_bytes}
+    common |= {"ranks": args.ranks}
     what = {"what": __doc__, **common, "model": Path(args.model).name, "rounds": args.rounds}
     runs: dict[str, list[dict[str, Any]]] = {kv: [] for kv in args.kv}
     failed: list[str] = []

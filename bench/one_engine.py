@@ -32,8 +32,9 @@ class Run:
 
 class Engine:
     def __init__(
-        self, model: str, kv: str, dtype: str, dummy: bool, max_model_len: int, chunk: int = 0
-    ) -> None:
+        self, model: str, kv: str, dtype: str, dummy: bool, max_model_len: int, chunk: int = 0,
+        ranks: int = 1,
+    ) -> None:  # fmt: skip
         start = time.perf_counter()
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -58,6 +59,7 @@ class Engine:
             max_num_batched_tokens=self.chunk,
             max_num_seqs=self.max_num_seqs,
             enable_prefix_caching=False,
+            tensor_parallel_size=ranks,
             **options,
         ).llm_engine
         self.ready_s = time.perf_counter() - start
