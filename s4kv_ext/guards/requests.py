@@ -133,6 +133,14 @@ def message_of(item: Any) -> Any:
     )
 
 
+def said(parts: Sequence[Any]) -> str | None:
+    """What the assistant said in a message of /v1/responses: its texts and refusals, joined as the
+    parts of a chat message are. None if there is a part of another kind."""
+    given = [part if isinstance(part, dict) else part.model_dump() for part in parts]
+    texts: list[Any] = [part.get("text", part.get("refusal")) for part in given]
+    return None if None in texts else "\n".join(texts)
+
+
 def refused(error: Exception, params: Any) -> Exception:
     """What to tell of an exception that came while a request was made ready for the engine. Nothing
     but the request has been looked at by then, so it is the request's."""

@@ -250,14 +250,25 @@ def alternatives(schema: dict[str, Any], named: dict[str, Any]) -> Iterator[dict
         yield from alternatives(one, named)
 
 
+TEXT = {"type": "output_text", "text": "No, I will not.", "annotations": []}
+REFUSAL = {"type": "refusal", "refusal": "No, I will not."}
+PYTHON = re.compile(r"object has no|NoneType|Traceback|not iterable|subscriptable|\w+Error:")
+
+
+def assistant(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """An output message of those parts."""
+    return {"type": "message", "role": "assistant", "id": "a", "status": "completed"} | {
+        "content": parts
+    }
+
+
 def test_items_of_every_kind(target):
     """All that the server says an input may hold: it is answered, or refused as the client's."""
     described = requests.get(f"{target.url}/openapi.json", headers=KEY, timeout=60).json()
     named = described["components"]["schemas"]
     _, many = named["ResponsesRequest"]["properties"]["input"]["anyOf"]
     items = [smallest(x, named) for x in alternatives(many["items"], named)]
-    items.append({"role": "assistant", "type": "message", "status": "completed", "id": "a",
-                  "content": [{"type": "refusal", "refusal": "no"}]})  # fmt: skip
+    items += map(assistant, ([], [REFUSAL], [TEXT, REFUSAL]))
     assert len(items) > 30 and {"computer_call", "message"} <= {x.get("type") for x in items}
     for item in [*items, {"id": "a"}, {"type": "item_reference", "id": "a"}]:
         body = {"model": "smollm2", "input": [item], "max_output_tokens": 1}
@@ -265,8 +276,22 @@ def test_items_of_every_kind(target):
         if answer.status_code == 200:
             continue
         told = error(answer)["message"]
+        assert not PYTHON.search(told), (item, told)
         if "role" not in item and "arguments" not in item:  # those are refused for what they hold
-            assert "attribute" not in told and str(item.get("type")) in told, (item, told)
+            assert str(item.get("type")) in told, (item, told)
+
+
+def test_a_refusal_is_shown_to_the_model(target):
+    """As the same words in a text are."""
+
+    def tokens(*parts: dict[str, Any]) -> int:
+        body = {"model": "smollm2", "input": [assistant([*parts])], "max_output_tokens": 1}
+        answer = post(target, "/v1/responses", body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["input_tokens"]
+
+    assert tokens(TEXT) == tokens(REFUSAL) > tokens()
+    assert tokens(TEXT, REFUSAL) == tokens(REFUSAL, TEXT) > tokens(TEXT)
 
 
 TOOL = {

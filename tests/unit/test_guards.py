@@ -16,10 +16,12 @@ from unittest.mock import MagicMock, Mock
 import orphan
 import pytest
 import torch
+from openai.types.responses import ResponseOutputMessage
 from torch._inductor.utils import fresh_cache
 from vllm.compilation import caching, decorators
 from vllm.entrypoints.openai.engine.protocol import GenerationError
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.openai.responses.utils import construct_input_messages
 from vllm.entrypoints.serve.utils.error_response import create_error_response
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -331,6 +333,28 @@ def test_only_a_message_is_taken_for_one():
     for item in ({"type": "program"}, SimpleNamespace(type="program"), {}, "program"):
         with pytest.raises(VLLMValidationError, match=r"program|None"):
             requests.message_of(item)
+
+
+def test_a_refusal_is_what_the_assistant_said():
+    parts = [{"type": "output_text", "text": "I am sorry.", "annotations": []}]
+    refusal = {"type": "refusal", "refusal": "I can't."}
+    for content, text in (
+        ([refusal], "I can't."),
+        ([*parts, refusal], "I am sorry.\nI can't."),
+        (parts, "I am sorry."),
+        ([], ""),
+    ):
+        item = ResponseOutputMessage(
+            id="a", type="message", role="assistant", status="completed", content=content
+        )
+        messages = construct_input_messages(request_input=[item])
+        assert messages == [{"role": "assistant", "content": text}]
+    texts = [{"type": "input_text", "text": word} for word in ("a", "b")]
+    mixed = [*texts, {"type": "input_image"}]  # the chat template's, as it is
+    for content, shown in ((texts, "a\nb"), (mixed, mixed)):
+        item = {"role": "assistant", "content": content}
+        messages = construct_input_messages(request_input=[item])
+        assert messages == [item | {"content": shown}]
 
 
 def test_adapters_of_one_name_have_their_own_pages():
