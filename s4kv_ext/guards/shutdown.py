@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 if TYPE_CHECKING:
     import uvicorn
 
 GRACE = 5  # seconds in which open connections may send what they still have
+
+
+def end_at_once(number: int, _: Any) -> None:
+    """The handler of SIGTERM and SIGINT until the server serves: it ends by that signal, with all
+    that it started. There is nothing to end in order yet, and an exception would have to get
+    through whatever loads just then."""
+    name = signal.Signals(number).name
+    os.write(2, f"s4kv: {name} before the server was ready: it ends\n".encode())
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            process.terminate()  # what does not heed it is killed by guards/parent.py
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)  # the first process of a container cannot end itself by a signal
 
 
 def _stopping() -> Exception:

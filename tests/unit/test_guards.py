@@ -183,6 +183,21 @@ def test_open_paths(monkeypatch):
     assert auth.guarded("/v1/models") and auth.guarded("") and auth.guarded("/")
 
 
+def ends(pid: int, seconds: float = 10) -> bool:
+    """Whether a process is gone by then; if not, it is killed."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            with open(f"/proc/{pid}/stat") as f:
+                if f.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_a_process_ends_with_its_parent(method, stubborn):
@@ -195,17 +210,24 @@ def test_a_process_ends_with_its_parent(method, stubborn):
     pid = ours.recv()
     p.kill()
     p.join()
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
-        try:
-            with open(f"/proc/{pid}/stat") as f:
-                if f.read().rpartition(")")[2].split()[0] == "Z":
-                    return
-        except FileNotFoundError:
-            return
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    pytest.fail("the child outlived its parent")
+    assert ends(pid), "the child outlived its parent"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_that_starts(number, capfd):
+    """At once, with what it started, and in one line."""
+    ours, theirs = multiprocessing.Pipe()
+    p = multiprocessing.get_context("fork").Process(target=orphan.starting, args=(theirs,))
+    p.start()
+    assert ours.poll(60)
+    pid = ours.recv()
+    os.kill(p.pid, number)
+    p.join(10)
+    code = p.exitcode
+    p.kill()
+    assert ends(pid) and code == -number
+    told = capfd.readouterr().err
+    assert f"{number.name} before the server was ready" in told and "Traceback" not in told
 
 
 def test_a_lost_ping_is_noticed(monkeypatch):
