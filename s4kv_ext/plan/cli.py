@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from s4kv_ext import models
 from s4kv_ext.plan import gpus
 
 if TYPE_CHECKING:
@@ -33,7 +34,10 @@ def add(sub: argparse._SubParsersAction) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("model", type=Path, metavar="MODEL", help="a folder, or a config.json")
+    own = ", ".join(models.VARIANTS)
+    p.add_argument(
+        "model", type=Path, metavar="MODEL", help=f"a folder, a config.json, or one of {own}"
+    )
     where = p.add_mutually_exclusive_group()
     where.add_argument("--gpu", help="an instance (g6e.xlarge) or GPUs (L40S, L40Sx2)")
     where.add_argument("--memory", metavar="SIZE", help="of one GPU: 24GiB, 22587MiB")
@@ -56,15 +60,16 @@ def add(sub: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     machine = _machine(args)  # before the model, which takes seconds
+    folder = models.named(args.model)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     print(
-        f"s4kv: loading vLLM, which reads {args.model}; takes 10 to 30 s",
+        f"s4kv: loading vLLM, which reads {folder}; takes 10 to 30 s",
         file=sys.stderr,
         flush=True,
     )
     from s4kv_ext.plan import report, sizing
 
-    model = sizing.load(args.model, args.dtype)
+    model = sizing.load(folder, args.dtype)
     if machine is None:
         return _compare(args, model)
     plan = sizing.make(model, machine, gpus=args.tp, **_options(args, machine))

@@ -14,6 +14,7 @@ from shapes import GEMMA3, JAMBA, LLAMA, QWEN2, model
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from s4kv_ext import models
 from s4kv_ext.cuda_backend import workspace_bytes
 from s4kv_ext.plan import cache, cli, gpus, memory, report, sizing, weights
 from s4kv_ext.plan.gpus import GIB, GPUS, INSTANCES, Machine
@@ -25,6 +26,21 @@ RECORDED = {p: json.loads(p.read_text()) for p in sorted(BENCH.glob("results/eng
 ON_GPU = [p for p, run in RECORDED.items() if "gpu" in run["machine"]]
 SHAPES = sorted(p.parent for p in BENCH.glob("models/*/config.json"))
 BF16_LLAMA = LLAMA | {"torch_dtype": "bfloat16"}
+
+
+def test_a_model_of_our_own_is_known_by_its_name(monkeypatch, tmp_path):
+    monkeypatch.setenv("S4KV_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "models" / "smollm2"
+    with pytest.raises(FileNotFoundError, match=rf"make serve MODEL=smollm2.* in {folder}$"):
+        models.named(Path("smollm2"))
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    assert models.named(Path("smollm2")) == folder
+    for other in ("/a/smollm2", "other"):
+        assert models.named(Path(other)) == Path(other)
+    (tmp_path / "smollm2").mkdir()
+    assert models.named(Path("smollm2")) == Path("smollm2")
 
 
 def engine_length(run: dict) -> int:
