@@ -3,6 +3,7 @@ names the place, and no half of a file."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import subprocess
@@ -115,15 +116,21 @@ def test_a_read_only_home(tmp_path, read_only, folder):
 
 
 def test_two_builds_at_once(tmp_path):
-    """The second waits, says so, and finds the work done."""
+    """Both wait for a third and say so; then one does the work, and the other finds it done."""
     project = Project(tmp_path)
     command = [sys.executable, str(tmp_path / "build" / "apply.py")]
     environment = os.environ | {"S4KV_CACHE": str(project.cache)}
-    both = [
-        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    told = sorted((p.communicate(timeout=180)[1] for p in both), key=len)
+    lock = tmp_path / "build-tree" / ".src.lock"
+    lock.parent.mkdir()
+    with lock.open("a") as third:
+        fcntl.flock(third, fcntl.LOCK_EX)
+        both = [
+            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        for process in both:
+            assert process.stderr and "waiting for another run" in process.stderr.readline()
+    told = sorted((p.communicate(timeout=180)[1] for p in both), key=lambda t: "up to date" in t)
     assert [p.returncode for p in both] == [0, 0], told
     assert "0 patches applied" in told[0] and "is up to date" in told[1], told
 
