@@ -1,4 +1,5 @@
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,15 @@ def library():
     cpu_ops.load(Path(os.environ.get("S4KV_CPU_LIBRARY", cpu_ops.LIBRARY)))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def threads() -> Iterator[None]:
+    """The operators share their work among threads, also where OMP_NUM_THREADS says one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(2, before))
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=ISAS)
 def isa(request, library):
     best = cpu_ops.isa()
@@ -27,14 +37,3 @@ def isa(request, library):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def report(capsys):
-    """Prints a line whether or not pytest captures: a run is also the record of error and speed."""
-
-    def line(text: str) -> None:
-        with capsys.disabled():
-            print(f"\n  {text}", end="", flush=True)
-
-    return line

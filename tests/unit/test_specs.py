@@ -81,7 +81,7 @@ def test_peaks_bound_what_any_step_holds(page_tokens, drafts):
 
 
 @PAGE_TOKENS
-def test_one_request_really_holds_a_third_of_auto(page_tokens, capsys):
+def test_one_request_really_holds_a_third_of_auto(page_tokens, report):
     """Bytes of its pages while it decodes, head_dim 128, against every token in the model dtype."""
     engine = Engine(Settings(page_tokens, max_model_len=8192, max_num_batched_tokens=2048))
     held = {}
@@ -96,9 +96,10 @@ def test_one_request_really_holds_a_third_of_auto(page_tokens, capsys):
         engine.run()
         plain = length * 2 * 128 * DTYPES[page_tokens].itemsize
         ratio = plain / (held[length] * head_page_bytes(128))
-        with capsys.disabled():
-            print(f"\n  {length} tokens, {page_tokens} a recent page: at most {held[length]} pages,"
-                  f" {ratio:.2f} times less than auto", end="")  # fmt: skip
+        report(
+            f"{length} tokens, {page_tokens} a recent page: at most {held[length]} pages,"
+            f" {ratio:.2f} times less than auto"
+        )
         assert held[length] == decode_peak_pages(length, page_tokens)
         if page_tokens == 16:  # bf16
             assert ratio >= {4096: 3.0, 8000: 3.2}[length]
@@ -106,7 +107,7 @@ def test_one_request_really_holds_a_third_of_auto(page_tokens, capsys):
 
 
 @PAGE_TOKENS
-def test_prefill_takes_hardly_more_than_decoding(page_tokens, capsys):
+def test_prefill_takes_hardly_more_than_decoding(page_tokens, report):
     """One 4096-token prompt in chunks of 2048, against decoding around 4096 tokens."""
     engine = Engine(Settings(page_tokens, max_model_len=8192, max_num_batched_tokens=2048))
     rid = engine.add(list(range(4096)), max_tokens=130)
@@ -114,10 +115,7 @@ def test_prefill_takes_hardly_more_than_decoding(page_tokens, capsys):
     prefill = engine.peak.pop(rid)
     steady = decode_peak_pages(4096, page_tokens)
     engine.run()
-    with capsys.disabled():
-        print(
-            f"\n  {page_tokens} a recent page: {prefill} pages in prefill, {steady} after", end=""
-        )
+    report(f"{page_tokens} a recent page: {prefill} pages in prefill, {steady} after")
     assert engine.peak[rid] in (steady, steady + 1, steady + 2)
     assert prefill <= 1.1 * steady
 
@@ -136,7 +134,7 @@ def really_run(s: Settings, count: int, prompt: int) -> bool:
 
 @PAGE_TOKENS
 @pytest.mark.parametrize("pages", [100, 400, 1500])
-def test_printed_concurrency_is_what_runs(page_tokens, pages, capsys):
+def test_printed_concurrency_is_what_runs(page_tokens, pages, report):
     """Requests of 4096 tokens that run at once, none preempted."""
     s = Settings(
         page_tokens, 4096, pages, max_num_batched_tokens=2048, max_num_seqs=64, prefix_caching=False
@@ -146,9 +144,10 @@ def test_printed_concurrency_is_what_runs(page_tokens, pages, capsys):
     count = int(printed * 1.1) + 1
     while not really_run(s, count, prompt=4000):
         count -= 1
-    with capsys.disabled():
-        print(f"\n  {page_tokens} a recent page, {pages} pages: {printed:.2f} times 4096 tokens"
-              f" printed, {count} run", end="")  # fmt: skip
+    report(
+        f"{page_tokens} a recent page, {pages} pages: {printed:.2f} times 4096 tokens"
+        f" printed, {count} run"
+    )
     assert min(abs(printed - count), abs(int(printed) - count)) <= 0.1 * count
 
 
