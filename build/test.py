@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Build, install and run everything that must hold: the series, lint, types, the test suite.
 
-All stages run, whatever the first ones say, and pytest's summary comes last. Arguments are for
-pytest; those of the environment variable ARGS too.
+All stages run, whatever the first ones say; the last lines name what failed. Tests that start
+engines take all cores and run one by one, the others in two processes at once. Arguments are for
+pytest, which is one process then; those of the environment variable ARGS too.
 
 examples:
   build/test.py
@@ -11,10 +12,12 @@ examples:
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 import sys
+import tomllib
 
 import env
 import metadata
@@ -24,15 +27,19 @@ from archive import Base
 from common import ROOT, Stop, main, pins, say
 from fetch import fetch
 
+ENGINES = "tests/e2e"
+# A file is one worker's, for its tests share fixtures. The cache then tells of this run alone.
+APART = ["--cache-clear", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
-def stage(name: str, *command: str) -> bool:
+
+def stage(name: str, *command: str, **environment: str) -> bool:
     say(f"{name}: {' '.join(command)}")
     path = f"{env.VENV / 'bin'}:{os.environ['PATH']}"
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [str(env.VENV / "bin" / command[0]), *command[1:]],
         cwd=ROOT,
-        env=clean | {"PATH": path},
+        env=clean | environment | {"PATH": path},
         check=False,
     )
     if done.returncode in (130, -2):
@@ -58,6 +65,29 @@ def cuda_kernels() -> None:
         native.build("cuda", metadata.torch(base.text("METADATA"), "cpu"))
 
 
+def without_engines() -> list[str]:
+    """The folders of all tests (pyproject.toml) but those that start engines."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    paths: list[str] = settings["tool"]["pytest"]["ini_options"]["testpaths"]
+    return [path for path in paths if path != ENGINES]
+
+
+def tests(arguments: list[str]) -> dict[str, bool]:
+    if arguments:
+        return {"tests": stage("tests", "pytest", *arguments)}
+    apart, together = "tests without engines", "tests with engines"
+    return {
+        apart: stage(apart, "pytest", *APART, *without_engines(), OMP_NUM_THREADS="1"),
+        together: stage(together, "pytest", ENGINES),
+    }
+
+
+def failures() -> list[str]:
+    """The tests that failed since the cache was cleared: what `build/test.py --lf` would repeat."""
+    path = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
+    return sorted(json.loads(path.read_text())) if path.exists() else []
+
+
 def run() -> int:
     if sys.argv[1:2] in (["-h"], ["--help"]):
         print(__doc__)
@@ -65,15 +95,20 @@ def run() -> int:
     arguments = sys.argv[1:] + shlex.split(os.environ.get("ARGS", ""))
     env.install("cpu", tests=True)
     cuda_kernels()
-    sound = [
-        series(),
-        stage("lint", "ruff", "check", "."),
-        stage("format", "ruff", "format", "--check", "."),
-        stage("types", "mypy"),
-    ]
-    if not all(sound):
-        say("error: the checks above failed; the tests run nevertheless")
-    return 0 if stage("tests", "pytest", *arguments) and all(sound) else 1
+    sound = {
+        "series": series(),
+        "lint": stage("lint", "ruff", "check", "."),
+        "format": stage("format", "ruff", "format", "--check", "."),
+        "types": stage("types", "mypy"),
+    }
+    sound |= tests(arguments)
+    failed = [name for name, well in sound.items() if not well]
+    if failed and not arguments:
+        for test in failures():
+            say(f"error: {test}")
+    if failed:
+        say(f"error: failed: {', '.join(failed)}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
