@@ -64,7 +64,7 @@ def gpu() -> None:
     qwen = BENCH / "models" / "qwen2.5-7b"
     run_script("seal.py", "--engine", engine_json(qwen / "config.json"))
     run_script("startup.py", "--model", qwen, "--dtype", "bfloat16")
-    cells = ("--cells", "32x8192", "128x8192")
+    cells = ("--cells", "1x1024", "128x1024")
     out = BENCH / "results" / "page_tags_gpu.json"
     run_script(
         "page_tags.py", "--model", qwen, "--dummy", "--dtype", "bfloat16", *cells, "--out", out
