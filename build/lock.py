@@ -13,11 +13,13 @@ examples:
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
 import env
 import metadata
+from apply import apply
 from archive import Base
 from common import main, pins, say
 from fetch import fetch
@@ -30,6 +32,7 @@ def compiled(source: Path, out: Path, *flags: str | Path) -> None:
     env.uv(
         *("pip", "compile", "-q", "--universal", "--python-version", "3.11", "--generate-hashes"),
         *("--no-header", "--no-annotate", "--no-build", "-o", out, source, *flags),
+        python=Path(sys.executable),
     )
 
 
@@ -49,6 +52,7 @@ def run() -> None:
     )
     ap.add_argument("--upgrade", action="store_true", help="take the newest versions")
     flags = ("--upgrade",) if ap.parse_args().upgrade else ()
+    apply(keep=True)  # the torch that goes with the wheel is named there
     with tempfile.TemporaryDirectory() as tmp:
         both = ("--constraint", product(Path(tmp), *flags))
         for source in sorted(env.REQUIREMENTS.glob("*.in")):
