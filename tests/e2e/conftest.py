@@ -119,6 +119,15 @@ class Server:
             os.killpg(self.process.pid, 9)
 
 
+def served(server: Server) -> Iterator[Server]:
+    """Once it serves; it ends when whoever asked is done."""
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()
+
+
 def process_name(process: psutil.Process) -> str:
     """Its name; nothing of a zombie, or of one that ended since it was listed."""
     try:
@@ -146,8 +155,4 @@ def server(model_path, tmp_path_factory) -> Iterator[Server]:
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         *("--shutdown-timeout", "60"),
     )
-    try:
-        s.wait()
-        yield s
-    finally:
-        s.stop()
+    yield from served(s)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import requests
 import torch
-from conftest import Server, gone, process_name
+from conftest import Server, gone, process_name, served
 from safetensors.torch import save_file
 
 from s4kv_ext import ready
@@ -60,11 +60,7 @@ def target(start) -> Iterator[Server]:
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             *("--enable-request-id-headers", "--middleware", "failing_middleware.fail"),
         )
-    try:
-        s.wait()
-        yield s
-    finally:
-        s.stop()
+    yield from served(s)
 
 
 def post(server: Server, path: str, body: Any, **headers: str) -> requests.Response:
@@ -545,11 +541,7 @@ def next_server(target, start) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as env:
         env.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
         s = start("--port", str(target.port), "--enable-lora", "--max-lora-rank", "8")
-    try:
-        s.wait()
-        yield s
-    finally:
-        s.stop()
+    yield from served(s)
 
 
 def test_a_restart_serves(next_server):

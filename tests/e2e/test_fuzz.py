@@ -21,7 +21,7 @@ import psutil
 import pytest
 import requests
 import schemathesis
-from conftest import Server
+from conftest import Server, served
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 COUNT = int(os.environ.get("S4KV_FUZZ_COUNT", "400"))  # of bodies by hostile.py
@@ -72,11 +72,7 @@ def target(model_path, tmp_path_factory) -> Iterator[Server]:
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         *("--override-generation-config", json.dumps({"max_new_tokens": 8})),  # no long answers
     )
-    try:
-        s.wait()
-        yield s
-    finally:
-        s.stop()
+    yield from served(s)
 
 
 @pytest.fixture(scope="module")

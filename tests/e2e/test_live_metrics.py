@@ -13,7 +13,7 @@ from pathlib import Path
 import monitoring
 import pytest
 import requests
-from conftest import Server, gone, process_name
+from conftest import Server, gone, process_name, served
 from prometheus_client.parser import text_string_to_metric_families
 
 from s4kv_ext.format import sealed_tokens
@@ -67,11 +67,7 @@ def several(model_path, tmp_path_factory):
             *("--max-model-len", "2048", "--enforce-eager"),
             *("--data-parallel-size", "2", "--api-server-count", "2"),
         )
-    try:
-        s.wait()
-        yield s
-    finally:
-        s.stop()
+    yield from served(s)
 
 
 def test_pages_of_one_request_while_it_runs(server):
