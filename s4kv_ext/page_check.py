@@ -130,7 +130,7 @@ class PageCheck:
             step = step.pin_memory()
         wrong = torch.empty((len(rows), 4), dtype=torch.int32, pin_memory=pinned)
         alone = self.group is None
-        of_ranks = wrong if alone else wrong.to(self.device)
+        of_ranks = wrong if alone else torch.empty_like(wrong, device=self.device)
         self._ops.check_pages(
             self._cells, self.num_pages, step, *tables, self.page_tokens, alone, of_ranks
         )
