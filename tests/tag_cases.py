@@ -23,6 +23,8 @@ ARGUMENTS = (
     "withdraw",
     "wrong",
 )
+IN_REACH = ("step", "wrong")
+"""What the engine keeps in pinned memory on a GPU."""
 
 SIZES: dict[str, Any] = {
     "few": {},

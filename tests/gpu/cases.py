@@ -234,6 +234,18 @@ class Case:
             out[j] = torch.einsum("hgk,hkd->hgd", score.softmax(-1), v[:, :n])
         return out.flatten(1, 2)
 
+    def errors(self, out: Tensor) -> list[float]:
+        """``relative_error`` of each request that decode serves, in an output that was NaN before;
+        the rows of prefills must be NaN still."""
+        found = []
+        for i, r in enumerate(self.requests):
+            rows = slice(self.query_start[i].item(), self.query_start[i + 1].item())
+            if r.new > self.max_queries:
+                assert out[rows].isnan().all()
+            elif r.new:
+                found.append(relative_error(out[rows], self.attend(i)))
+        return found
+
     def decode_bytes(self) -> int:
         """Bytes that decode has to read."""
         total = 0

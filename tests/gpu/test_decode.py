@@ -57,13 +57,7 @@ def run_as_planned(case: Case, name: str, overlap: bool) -> torch.Tensor:
     cuda_ops.store_and_seal(case.plan, case.key, case.value, case.pages)
     cuda_ops.decode(case.plan, case.query, out, case.pages, case.scale, overlap)
     assert not case.plan.arrivals.any()
-    errors = []
-    for i, r in enumerate(case.requests):
-        rows = slice(case.query_start[i].item(), case.query_start[i + 1].item())
-        if r.new > case.max_queries:
-            assert out[rows].isnan().all()
-        elif r.new:
-            errors.append(relative_error(out[rows], case.attend(i)))
+    errors = case.errors(out)
     error = max(errors, default=0.0)
     time = microseconds(lambda: cuda_ops.decode(case.plan, case.query, out, case.pages, case.scale))
     print(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tag_cases import SIZES, assert_same, on, random_case
+from tag_cases import IN_REACH, SIZES, assert_same, on, random_case
 
 from s4kv_ext import cuda_ops
 from s4kv_ext.page_check import PageCheck
@@ -24,9 +24,6 @@ LEAN = {
     "cudagraph_capture_sizes": [1, 2, 4, 8],
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
 }
-
-
-IN_REACH = ("step", "wrong")  # where the engine has them
 
 
 @pytest.mark.parametrize("pinned", [(), IN_REACH], ids=["on the GPU", "pinned"])

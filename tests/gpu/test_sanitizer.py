@@ -13,17 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+# racecheck does not follow the mbarriers of decode_kernel; docs/decisions.md has the reasons.
+UNSETTLED = {"racecheck": {"decode_kernel"}}
 
 
-UNSETTLED = pytest.mark.xfail(
-    reason="reports reads of decode_kernel's warps and writes of its copying warp that an mbarrier "
-    "orders, where lane 0 arrives for its warp after __syncwarp; see docs/decisions.md"
-)
-
-
-@pytest.mark.parametrize(
-    "tool", ["memcheck", "synccheck", pytest.param("racecheck", marks=UNSETTLED)]
-)
+@pytest.mark.parametrize("tool", ["memcheck", "synccheck", "racecheck"])
 def test_nothing_is_found(tool: str) -> None:
     if not Path(SANITIZER).exists():
         pytest.skip("no compute-sanitizer here; it comes with CUDA's toolkit")
@@ -36,10 +30,11 @@ def test_nothing_is_found(tool: str) -> None:
         text=True,
     )
     told = run.stdout + run.stderr
-    print(tool, [x for x in told.splitlines() if "SUMMARY" in x])
-    print(sorted(set(re.findall(r"s4kv::\w+<.*?>|s4kv::\w+", told))))
-    assert run.returncode == 0, told[-4000:]
-    assert "all kernels ran" in told
+    kernels = set(re.findall(r"s4kv::(?:\(anonymous namespace\)::)?(\w+)", told))
+    print(tool, [x for x in told.splitlines() if "SUMMARY" in x], sorted(kernels))
+    assert "all kernels ran" in told, told[-4000:]
+    assert kernels <= UNSETTLED.get(tool, set()), told[-4000:]
+    assert run.returncode == (9 if kernels else 0), told[-4000:]
 
 
 def path() -> str:
