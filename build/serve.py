@@ -98,7 +98,7 @@ def run() -> None:
     env.install(variant)
     command = [str(env.VENV / "bin" / "vllm"), "serve", *arguments(args, variant), *rest]
     say(" ".join(map(shlex.quote, command)))
-    say("starting: about a minute, the first time two, for the model is compiled")
+    say("starting: one to five minutes, the longest the first time, for the model is compiled")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # this is not upstream's build
     os.environ["PATH"] = f"{env.VENV / 'bin'}:{os.environ['PATH']}"  # torch compiles with its ninja
     sys.stderr.flush()
