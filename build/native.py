@@ -45,7 +45,8 @@ def torch_python(torch: str) -> Path:
 def sources_digest(variant: str) -> str:
     """Of the sources of the variant's library; GPU kernels lie in a folder of their own."""
     h = sha256(variant.encode())
-    for path in sorted(p for p in SOURCES[variant].rglob("*") if p.is_file()):
+    both = CSRC / "compat.cpp"
+    for path in sorted({both, *(p for p in SOURCES[variant].rglob("*") if p.is_file())}):
         if variant == "cpu" and "cuda" in path.relative_to(CSRC).parts:
             continue
         h.update(str(path.relative_to(CSRC)).encode() + b"\0" + path.read_bytes())

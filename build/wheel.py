@@ -54,6 +54,8 @@ def platform_tag(base: Path, library: bytes) -> str:
     tag = base.stem.split("-")[-1]
     promised = int(re.search(r"manylinux_2_(\d+)", tag)[1])  # type: ignore[index]
     needed = max((int(n) for n in re.findall(rb"GLIBC_2\.(\d+)", library)), default=0)
+    if needed > promised:
+        say(f"warning: only systems with glibc 2.{needed} can install this: build on an older one")
     return tag.replace(f"_2_{promised}_", f"_2_{max(needed, promised)}_")
 
 

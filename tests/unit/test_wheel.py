@@ -76,6 +76,15 @@ def test_names_and_versions_agree(built: Built) -> None:
     assert "Root-Is-Purelib: false" in built.text(f"{built.info}/WHEEL")
 
 
+def test_no_newer_c_library_than_upstreams_wheel_needs(built: Built) -> None:
+    """On whatever system it is built: Ubuntu 22.04 is among those that docs/ name, glibc 2.35."""
+    library = built.zip.read(f"s4kv_ext/libs4kv_{built.variant}.so")
+    needed = max(int(n) for n in re.findall(rb"GLIBC_2\.(\d+)", library))
+    print(f"{built.variant}: glibc 2.{needed}")
+    upstreams = Path(pins().files[built.variant].file)
+    assert built.path.stem.split("-")[-1] == upstreams.stem.split("-")[-1]
+
+
 def test_record_is_complete_and_right(built: Built) -> None:
     rows = list(csv.reader(StringIO(built.text(f"{built.info}/RECORD"))))
     assert sorted(r[0] for r in rows) == sorted(built.names)
