@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 from unittest.mock import MagicMock, Mock
 
 import orphan
@@ -29,10 +30,22 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import InputStreamError
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.sample.ops.topk_topp_sampler import compiled_random_sample
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu.sample import prompt_logprob as second_runner
 
 from s4kv_ext import page_tags
-from s4kv_ext.guards import adapters, auth, compiling, grammar, http, requests, shutdown, streams
+from s4kv_ext.guards import (
+    adapters,
+    auth,
+    compiling,
+    grammar,
+    http,
+    prompt_logprobs,
+    requests,
+    shutdown,
+    streams,
+)
 
 
 @pytest.mark.parametrize("given", ["trace-7", "a" * 128, "0f8fad5b-d9cb-469f-a165-70867728950e"])
@@ -440,3 +453,44 @@ def test_a_compile_cache_is_of_one_processor(monkeypatch, tmp_path):
         monkeypatch.setattr(compiling, "CPUINFO", tmp_path / "cpuinfo")
         keys.append(caching.aot_compile_hash_factors(config))
     assert keys[0] == keys[2] != keys[1]
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 1000])
+def test_prompt_logprobs_hold_the_logits_of_few_tokens(tokens):
+    """Both model runners; and the same values as from all logits at once."""
+    torch.manual_seed(tokens)
+    # Whole numbers: the same logits whatever the number of rows.
+    weight, hidden = (torch.randint(-3, 4, (n, 16)).float() for n in (500, tokens))
+    targets = torch.randint(500, (tokens,))
+    rows = []
+
+    def compute_logits(part):
+        rows.append(len(part))
+        return part @ weight.T
+
+    model = SimpleNamespace(compute_logits=compute_logits)
+    runner = SimpleNamespace(max_num_reqs=1, model=model, sampler=Sampler())
+    ids, logprobs, ranks = prompt_logprobs.in_slices(runner, hidden, 5, targets)
+    whole = (hidden @ weight.T).log_softmax(-1)
+    assert max(rows) <= prompt_logprobs.slice_size(1) == 64 and sum(rows) == tokens
+    torch.testing.assert_close(logprobs[:, 0], whole.gather(1, targets[:, None])[:, 0])
+    torch.testing.assert_close(logprobs[:, 1:], whole.topk(5).values)
+    assert ids[:, 0].tolist() == targets.tolist()
+    assert ranks.tolist() == (whole >= whole.gather(1, targets[:, None])).sum(1).tolist()
+
+    rows.clear()
+    with mock.patch.object(second_runner, "compute_topk_logprobs", top_logprobs):
+        told = second_runner.compute_prompt_logprobs_with_chunking(
+            targets, hidden, compute_logits, 5, prompt_logprobs.slice_size(100)
+        )
+    assert max(rows) <= 100 and sum(rows) == tokens
+    torch.testing.assert_close(told[1], logprobs)
+
+
+def top_logprobs(logits, count, targets):
+    """What the second runner's Triton kernels compute."""
+    return Sampler.gather_logprobs(logits.log_softmax(-1), count, targets)
+
+
+def test_as_many_rows_as_a_step_samples():
+    assert [prompt_logprobs.slice_size(n) for n in (1, 256, 4096)] == [64, 256, 1024]
