@@ -80,6 +80,7 @@ def run() -> None:
         raise Stop(f"say cpu or gpu\n{__doc__}")
     env.install("cuda" if sys.argv[1] == "gpu" else "cpu")
     {"cpu": cpu, "gpu": gpu}[sys.argv[1]]()
+    run_script("gates.py")
 
 
 if __name__ == "__main__":
