@@ -94,7 +94,10 @@ def text(found: dict[str, Any]) -> str:
     rows += [("CPU", f"{c['count']} × {c['name']}; {', '.join(c['flags']) or 'no AVX2'}")]
     rows += [("driver", found["driver"] or "none")]
     rows += [
-        ("GPU", f"{g['name']}, compute capability {g['capability']}, {g['memory']}")
+        (
+            "GPU",
+            f"{g['name']}, compute capability {g['capability']}, {g['memory']}, ECC {g['ecc']}",
+        )
         for g in found["gpus"]
     ] or [("GPU", "none")]
     rows += [("variables", ", ".join(found["variables"]) or "none")]
@@ -160,7 +163,7 @@ def nvidia() -> tuple[str | None, list[dict[str, str]]]:
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return None, []
-    query = "--query-gpu=driver_version,name,compute_cap,memory.total"
+    query = "--query-gpu=driver_version,name,compute_cap,memory.total,ecc.mode.current"
     try:
         done = subprocess.run(
             [smi, query, "--format=csv,noheader"],
@@ -175,7 +178,8 @@ def nvidia() -> tuple[str | None, list[dict[str, str]]]:
         said = (done.stdout or done.stderr).strip().splitlines()
         return said[0] if said else f"nvidia-smi ends with status {done.returncode}", []
     rows = [[x.strip() for x in line.split(",")] for line in done.stdout.strip().splitlines()]
-    gpus = [{"name": n, "capability": c, "memory": m} for _, n, c, m in rows]
+    names = ("name", "capability", "memory", "ecc")
+    gpus = [dict(zip(names, row[1:])) for row in rows]
     return (rows[0][0] if rows else None), gpus
 
 

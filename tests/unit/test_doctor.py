@@ -134,7 +134,7 @@ def test_a_broken_installation_is_not_loaded(run, monkeypatch):
     assert "WRONG         vllm 0.26.0" in out and "installation  not intact" in out
 
 
-SMI = "580.159.04, NVIDIA L40S, 8.9, 46068 MiB\n580.159.04, NVIDIA L40S, 8.9, 46068 MiB\n"
+SMI = "580.159.04, NVIDIA L40S, 8.9, 46068 MiB, Enabled\n" * 2
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,8 @@ def test_what_nvidia_smi_says(monkeypatch, status, out, driver, count):
     found, gpus = doctor.nvidia()
     assert found == driver if status == 0 else driver in found
     assert len(gpus) == count
-    assert all(g["capability"] == "8.9" and g["memory"] == "46068 MiB" for g in gpus)
+    wanted = {"name": "NVIDIA L40S", "capability": "8.9", "memory": "46068 MiB", "ecc": "Enabled"}
+    assert all(g == wanted for g in gpus)
 
 
 def test_nvidia_smi_that_says_nothing(monkeypatch):
