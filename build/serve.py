@@ -98,7 +98,10 @@ def run() -> None:
     env.install(variant)
     command = [str(env.VENV / "bin" / "vllm"), "serve", *arguments(args, variant), *rest]
     say(" ".join(map(shlex.quote, command)))
-    say("starting: one to five minutes, the longest the first time, for the model is compiled")
+    say(
+        "starting: one to five minutes, the longest the first time, for the model is compiled in "
+        f"silence; it serves port {args.port} once the log says: Application startup complete"
+    )
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # this is not upstream's build
     os.environ["PATH"] = f"{env.VENV / 'bin'}:{os.environ['PATH']}"  # torch compiles with its ninja
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Adapters that share a name share no pages."""
+"""Adapters that share a name share no pages, nor do an adapter and a salt."""
 
 from __future__ import annotations
 
@@ -6,10 +6,24 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
 
+_served = False
 _loads: Counter[int] = Counter()  # in place, by adapter id
 _first: dict[str, tuple[int, str, int]] = {}  # by name
+
+
+def engine_starts(config: VllmConfig) -> None:
+    """Called in the engine's process before the first request."""
+    global _served
+    _served = config.lora_config is not None
+
+
+def salt_keys(salt: str) -> list[str]:
+    """What a request's `cache_salt` adds to its first hash: the salt, as in other engines; where
+    adapters are served with a mark, for their names stand alone in the same place."""
+    return [salt, "salt"] if _served else [salt]
 
 
 def loading(adapter: LoRARequest) -> LoRARequest:

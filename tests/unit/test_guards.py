@@ -27,6 +27,7 @@ from vllm.entrypoints.serve.utils.error_response import create_error_response
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.engine.async_llm import InputStreamError
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.sample.ops.topk_topp_sampler import compiled_random_sample
@@ -408,6 +409,25 @@ def test_adapters_of_one_name_have_their_own_pages():
         loaded("test", 2, "/a"),
     ]
     assert len({first, *others}) == 5 and loaded("other", 3, "/a") == ("other",)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_salt_is_no_adapters_name(served, monkeypatch):
+    """Where adapters are served; elsewhere it stays as other engines have it."""
+    monkeypatch.setattr(adapters, "_served", False)
+    adapters.engine_starts(SimpleNamespace(lora_config=object() if served else None))
+
+    def keys(**fields):
+        request = SimpleNamespace(lora_request=None, cache_salt=None, mm_features=[])
+        vars(request).update(fields, prompt_embeds=None)
+        return generate_block_hash_extra_keys(request, 0, 16, 0)[0]
+
+    adapter = LoRARequest("sesame", 7, "/a")
+    salted = keys(cache_salt="sesame")
+    assert salted == (("sesame", "salt") if served else ("sesame",))
+    assert len({salted, keys(cache_salt="salt"), keys(lora_request=adapter)} - {None}) >= 2 + served
+    both = keys(lora_request=adapter, cache_salt="sesame")
+    assert both not in (salted, keys(lora_request=adapter)) and both[0] == "sesame"
 
 
 @pytest.mark.parametrize("has", [True, False])
