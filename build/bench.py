@@ -63,6 +63,10 @@ def gpu() -> None:
         run_script("engine.py", "--model", config.parent, *what, "--out", engine_json(config))
     qwen = BENCH / "models" / "qwen2.5-7b"
     run_script("seal.py", "--engine", engine_json(qwen / "config.json"))
+    run_script(
+        "step_profile.py", "--model", qwen, "--dummy", "--dtype", "bfloat16",
+        "--cells", "1x1024", "1x32768", "128x8192",
+    )  # fmt: skip
     run_script("startup.py", "--model", qwen, "--dtype", "bfloat16")
     cells = ("--cells", "1x1024", "128x1024")
     out = BENCH / "results" / "page_tags_gpu.json"
