@@ -48,6 +48,7 @@ def cpu() -> None:
     run_script("greedy.py", "--model", smollm2)
     run_script("engine.py", "--model", smollm2)
     run_script("page_tags.py", "--model", smollm2)
+    run_script("startup.py", "--model", smollm2, "--out", BENCH / "results" / "startup_cpu.json")
 
 
 def gpu() -> None:
