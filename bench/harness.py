@@ -79,6 +79,12 @@ def parser(doc: str | None, result: str) -> argparse.ArgumentParser:
     return ap
 
 
+def shape(cell: str) -> tuple[int, int]:
+    """Batch and context of the cell 32x8192."""
+    batch, context = map(int, cell.split("x"))
+    return batch, context
+
+
 def child(options: dict[str, Any], environment: dict[str, str] | None = None) -> str:
     """Run this very script again with ``--child OPTIONS``; what it printed, its log included.
 
