@@ -186,7 +186,7 @@ def test_limits(proxy, engine):
     size = f"Content-Length: {16 << 20}\r\n"
     start = time.monotonic()
     assert status(send(proxy.port, request("/v1/completions", None, "POST", size))) == 401
-    assert time.monotonic() - start < 15  # a body may take 30 s
+    assert time.monotonic() - start < 4
     assert engine.take() == []
     large = request("/v1/completions", BEARER, "POST", size) + b"x" * (16 << 20)
     assert status(send(proxy.port, large)) == 200
@@ -198,10 +198,10 @@ def test_tokens_pass_as_they_come(proxy, engine):
     engine.hold.clear()
     with socket.create_connection(("127.0.0.1", proxy.port), 5) as s:
         s.sendall(request("/v1/slow", BEARER))
-        first = b""
+        start, first = time.monotonic(), b""
         while b"data: 1" not in first:
-            first += s.recv(4096)  # in 5 s, or it was kept for later
-        assert b"[DONE]" not in first
+            first += s.recv(4096)
+        assert time.monotonic() - start < 2 and b"[DONE]" not in first
         engine.hold.set()
         rest = b""
         while piece := s.recv(4096):
