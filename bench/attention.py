@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from cuda_timing import copy_bandwidth, graph_times, sets_for, spread
-from harness import machine, parser, save, shape
+from harness import batch_and_context, machine, parser, save
 from peers import DIM, GROUP, HEADS, PEERS, Launch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -133,7 +133,7 @@ def main() -> None:
         f"{'of copy':>8}  faster"
     )
     for cell in args.cells:
-        batch, context = shape(cell)
+        batch, context = batch_and_context(cell)
         rows: dict[str, Any] = {}
         for name in list(peers):
             rows[name] = best_of(name, peers, batch, context, copy)

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness import in_process, parser, save, serve_child, shape
+from harness import batch_and_context, in_process, parser, save, serve_child
 from one_engine import FILL_STEPS, Engine
 
 DROPPED = 4  # first steps of a run that do not count
@@ -31,7 +31,7 @@ def measure(
     repeats: int, long_prompt: int, long_chunk: int, fill: int, kv_bytes: int, ranks: int,
 ) -> dict[str, Any]:  # fmt: skip
     """One engine's cells by name, and its ``long`` and ``fill`` if asked for."""
-    shapes = {name: shape(name) for name in cells}
+    shapes = {name: batch_and_context(name) for name in cells}
     # Requests that began early decode until the last one has begun.
     slack = max((-(-b * n // ((chunk or 2048) - b)) + 3 for b, n in shapes.values()), default=0)
     lengths = [n + steps + DROPPED + slack for _, n in shapes.values()]

@@ -79,8 +79,8 @@ def parser(doc: str | None, result: str) -> argparse.ArgumentParser:
     return ap
 
 
-def shape(cell: str) -> tuple[int, int]:
-    """Batch and context of the cell 32x8192."""
+def batch_and_context(cell: str) -> tuple[int, int]:
+    """32 and 8192 of the cell 32x8192."""
     batch, context = map(int, cell.split("x"))
     return batch, context
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from harness import in_process, parser, serve_child, shape, write
+from harness import batch_and_context, in_process, parser, serve_child, write
 from one_engine import Engine
 
 DROPPED = 4  # first steps of a run that do not count
@@ -64,7 +64,7 @@ def timed(spent: list[float]) -> Iterator[None]:
 def measure(
     model: str, dtype: str, cells: list[str], steps: int, rounds: int, dummy: bool
 ) -> dict[str, Any]:
-    shapes = {name: shape(name) for name in cells}
+    shapes = {name: batch_and_context(name) for name in cells}
     longest = max(context for _, context in shapes.values()) + steps + 600
     engine = Engine(model, "int4_kivi", dtype, dummy, longest)
     result: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from harness import in_process, parser, serve_child, shape, write
+from harness import batch_and_context, in_process, parser, serve_child, write
 from one_engine import Engine
 
 STEPS = 20
@@ -69,7 +69,7 @@ def profile(
     from torch.profiler import ProfilerActivity
 
     on_gpu = torch.cuda.is_available()
-    shapes = {name: shape(name) for name in cells}
+    shapes = {name: batch_and_context(name) for name in cells}
     longest = max(context for _, context in shapes.values()) + 400
     engine = Engine(model, kv, dtype, dummy, longest, chunk)
     result: dict[str, Any] = {}
