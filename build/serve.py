@@ -100,7 +100,7 @@ def run() -> None:
     say(" ".join(map(shlex.quote, command)))
     say(
         "starting: one to five minutes, the longest the first time, for the model is compiled in "
-        f"silence; it serves port {args.port} once the log says: Application startup complete"
+        f"silence; it serves port {args.port} once the log says that startup is complete"
     )
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # this is not upstream's build
     os.environ["PATH"] = f"{env.VENV / 'bin'}:{os.environ['PATH']}"  # torch compiles with its ninja
