@@ -31,11 +31,14 @@ Sinks
     anybody's range.
 
 Numbers
-    Scales and offsets are float16. Offsets are rounded down and scales up, so nothing is clipped.
+    Scales and offsets are float16. Each end of the range from the least to the largest, lo and hi,
+    stays or moves by 0.3 (hi - lo) / steps, whichever errs least; then offsets are rounded down and
+    scales up. So no end is further than half a step from a code, and nothing is clipped.
     The two exponents (int8, one pair a page and head) first bring the largest magnitude of the
     block into [16, 32): any finite float32 input comes back finite, with
 
-        |error| <= scale/2,  scale <= ((hi - lo) + 2**-10 |lo|) / steps * (1 + 2**-10) + 2**-23 u
+        |error| <= scale/2
+        scale <= ((hi - lo) (1 + 0.61/steps) + 2**-10 |lo|) / steps * (1 + 2**-10) + 2**-23 u
 
     where steps is 15 or 255 and u = 2**key_exponent; a channel without a slot errs by hi - lo and
     what rounding its mean to float16 adds. hi and lo are those of a key channel in the block. For a

@@ -6,6 +6,7 @@ exact or correctly rounded in float32 and their order is fixed.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from s4kv_ext.format import BLOCK, SINKS, key_slots
 
 _MIN_EXPONENT = -120  # 2**-exponent stays finite; anything smaller comes back as zero
+_MOVES = (0.0, -0.3, 0.3)  # of a step, of either end of a range; less than half: nothing is clipped
 
 
 @dataclass
@@ -67,6 +69,45 @@ def _power(e: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(e, dtype=torch.float32), e)
 
 
+def _choose_range(x: Tensor, dim: int, steps: Tensor, ends: bool) -> tuple[Tensor, Tensor]:
+    """Offset and scale, float16, of the range along ``dim`` that errs least; x float32.
+
+    Each end of the range from the least to the largest stays or moves a little: of the nine, the
+    first with the least sum of squared errors. steps, at least 1, broadcasts against x. With
+    ``ends`` an error counts by its distance from the middle: attention reads the largest keys
+    most. Errors are summed as integers, so that the choice does not depend on the order.
+    """
+    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    step = (high - low) / steps
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    unit, weight = torch.zeros(()), torch.ones(())
+    for a, b in itertools.product(_MOVES, _MOVES):
+        offset = _round_down(low + a * step)
+        scale = _round_up((high + b * step - offset.float()) / steps)
+        inverse = torch.where(scale > 0, 1 / scale.float(), 0.0)
+        if best is None:
+            unit = inverse
+            if ends:
+                z = (x - (low + high) * 0.5) * (unit * 2 / steps)
+                weight = z * z + 0.1
+        d = x - offset.float()
+        code = torch.minimum((d * inverse).round().clamp(min=0), steps)
+        u = (d - code * scale.float()) * unit
+        errors = ((u * u * weight).clamp(max=1) * 2.0**20).round()
+        error = errors.long().sum(dim, keepdim=True)
+        if best is None:
+            best = error, offset, scale
+        else:
+            less = error < best[0]
+            best = (
+                torch.where(less, error, best[0]),
+                torch.where(less, offset, best[1]),
+                torch.where(less, scale, best[2]),
+            )
+    assert best is not None
+    return best[1].squeeze(dim), best[2].squeeze(dim)
+
+
 def _codes(x: Tensor, offset: Tensor, scale: Tensor, steps: Tensor | float) -> Tensor:
     code = ((x - offset.float()) / scale.float()).round()
     code = torch.where(scale > 0, code, torch.zeros_like(code))
@@ -106,11 +147,9 @@ def quantize(key: Tensor, value: Tensor, slot_channel: Tensor, has_sinks: bool) 
 
     slots = slots_of_channel(slot_channel, dim)
     steps = (16.0**slots - 1).float()
-    low, high = k.amin(1), k.amax(1)
-    offset = _round_down(low)
-    scale = _round_up((high - offset.float()) / steps.clamp(min=1))
+    offset, scale = _choose_range(k, 1, steps.clamp(min=1)[:, None], ends=True)
     code = _codes(k, offset[:, None], scale[:, None], steps[:, None]).int()
-    total = torch.zeros_like(low)  # summed in token order: a mean must not depend on the kernel
+    total = torch.zeros_like(steps)  # summed in token order: a mean must not depend on the kernel
     for token in range(BLOCK):
         total = total + k[:, token]
     offset = torch.where(slots == 0, (total / BLOCK).half(), offset)
@@ -123,8 +162,7 @@ def quantize(key: Tensor, value: Tensor, slot_channel: Tensor, has_sinks: bool) 
     key_scale = scale.gather(1, channel) * torch.where(pair & ~lower, 16.0, 1.0).half()
     unused = slot_channel < 0
 
-    value_offset = _round_down(v.amin(2))
-    value_scale = _round_up((v.amax(2) - value_offset.float()) / 15)
+    value_offset, value_scale = _choose_range(v, 2, torch.full((), 15.0), ends=False)
     return SealedBlock(
         key_code.masked_fill(unused[:, None], 0).to(torch.uint8),
         key_scale.masked_fill(unused, 0),

@@ -53,6 +53,85 @@ void scale_by(float* x, int n, float factor) {
   for (int i = 0; i < n; ++i) x[i] = x[i] * factor + 0.0f;
 }
 
+constexpr float kMoves[] = {0.0f, -0.3f, 0.3f};
+
+// Offset, scale and codes of N ranges, each of x[0..ROWS)[i] in `steps[i]` steps: those of
+// quantize._choose_range. What it returns is float16; the loops run over the ranges.
+template <int ROWS, int N>
+struct Ranges {
+  alignas(64) float low[N], high[N], offset[N], scale[N];
+  f16 offset16[N], scale16[N];
+
+  void find_ends(const float* x) {
+    for (int i = 0; i < N; ++i) low[i] = high[i] = x[i];
+    for (int row = 1; row < ROWS; ++row, x += N)
+      for (int i = 0; i < N; ++i) {
+        const float v = x[N + i];
+        low[i] = v < low[i] ? v : low[i];
+        high[i] = v > high[i] ? v : high[i];
+      }
+  }
+
+  template <bool ENDS>
+  void choose(const float* x, const float* steps) {
+    find_ends(x);
+    alignas(64) float step[N], middle[N], unit[N], to_end[N];
+    alignas(64) float new_offset[N], new_scale[N], inverse[N];
+    alignas(64) int32_t least[N], error[N];
+    f16 new_offset16[N], new_scale16[N];
+    for (int i = 0; i < N; ++i) {
+      step[i] = (high[i] - low[i]) / steps[i];
+      middle[i] = (low[i] + high[i]) * 0.5f;
+      least[i] = INT32_MAX;
+    }
+    for (int move = 0; move < 9; ++move) {
+      const float a = kMoves[move / 3], b = kMoves[move % 3];
+      for (int i = 0; i < N; ++i) {
+        new_offset16[i] = round_down(low[i] + a * step[i]);
+        new_offset[i] = to_float(new_offset16[i]);
+        new_scale16[i] = round_up((high[i] + b * step[i] - new_offset[i]) / steps[i]);
+        new_scale[i] = to_float(new_scale16[i]);
+        inverse[i] = new_scale[i] > 0 ? 1.0f / new_scale[i] : 0.0f;
+        error[i] = 0;
+      }
+      if (move == 0)
+        for (int i = 0; i < N; ++i) unit[i] = inverse[i], to_end[i] = unit[i] * 2.0f / steps[i];
+      for (int row = 0; row < ROWS; ++row)
+        for (int i = 0; i < N; ++i) {
+          const float v = x[row * N + i], d = v - new_offset[i];
+          float code = round_even(d * inverse[i]);
+          code = code > 0 ? code : 0.0f;
+          code = code < steps[i] ? code : steps[i];
+          const float u = (d - code * new_scale[i]) * unit[i];
+          float squared = u * u;
+          if (ENDS) {
+            const float z = (v - middle[i]) * to_end[i];
+            squared *= z * z + 0.1f;
+          }
+          squared = squared < 1.0f ? squared : 1.0f;
+          error[i] += int(round_even(squared * 0x1p20f));
+        }
+      for (int i = 0; i < N; ++i) {
+        if (error[i] >= least[i]) continue;
+        least[i] = error[i];
+        offset16[i] = new_offset16[i], scale16[i] = new_scale16[i];
+        offset[i] = new_offset[i], scale[i] = new_scale[i];
+      }
+    }
+  }
+
+  void encode(const float* x, const float* steps, uint8_t* code) const {
+    for (int row = 0; row < ROWS; ++row, x += N, code += N)
+      for (int i = 0; i < N; ++i) {
+        float y = round_even((x[i] - offset[i]) / scale[i]);
+        y = scale[i] > 0 ? y : 0.0f;
+        y = y > 0 ? y : 0.0f;
+        y = y < steps[i] ? y : steps[i];
+        code[i] = uint8_t(int(y));
+      }
+  }
+};
+
 void put(uint8_t* to, const f16* from, int n) { memcpy(to, from, n * sizeof(f16)); }
 
 template <int D>
@@ -65,41 +144,20 @@ int seal_key(const int16_t* slot_channel, Scratch& s, uint8_t* page) {
   for (int i = 0; i < Sec::slots; ++i)
     if (slot_channel[i] >= 0) ++slots[slot_channel[i]];
 
-  alignas(64) float low[D], high[D], total[D], offset[D], scale[D], steps[D];
+  alignas(64) float total[D], steps[D], most[D];
   for (int c = 0; c < D; ++c) {
-    low[c] = high[c] = s.x[c];
-    total[c] = 0.0f;
+    total[c] = s.x[c];
+    steps[c] = slots[c] == 2 ? 255.0f : 15.0f;
+    most[c] = slots[c] ? steps[c] : 0.0f;
   }
-  for (int t = 0; t < kBlock; ++t) {
-    const float* x = s.x + t * D;
-    for (int c = 0; c < D; ++c) {
-      low[c] = x[c] < low[c] ? x[c] : low[c];
-      high[c] = x[c] > high[c] ? x[c] : high[c];
-      total[c] += x[c];
-    }
-  }
-  f16 offset16[D], scale16[D];
-  for (int c = 0; c < D; ++c) {
-    steps[c] = slots[c] == 2 ? 255.0f : slots[c] == 1 ? 15.0f : 0.0f;
-    offset16[c] = round_down(low[c]);
-    offset[c] = to_float(offset16[c]);
-    scale16[c] = round_up((high[c] - offset[c]) / (slots[c] ? steps[c] : 1.0f));
-    scale[c] = to_float(scale16[c]);
-    if (slots[c] == 0) offset16[c] = half(total[c] / kBlock);
-  }
-  put(page + Sec::key_offset, offset16, D);
-
-  for (int t = 0; t < kBlock; ++t) {
-    const float* x = s.x + t * D;
-    uint8_t* code = s.code + t * D;
-    for (int c = 0; c < D; ++c) {
-      float y = round_even((x[c] - offset[c]) / scale[c]);
-      y = scale[c] > 0 ? y : 0.0f;
-      y = y > 0 ? y : 0.0f;
-      y = y < steps[c] ? y : steps[c];
-      code[c] = uint8_t(int(y));
-    }
-  }
+  for (int t = 1; t < kBlock; ++t)
+    for (int c = 0; c < D; ++c) total[c] += s.x[t * D + c];
+  Ranges<kBlock, D> range;
+  range.template choose<true>(s.x, steps);
+  range.encode(s.x, most, s.code);
+  for (int c = 0; c < D; ++c)
+    if (slots[c] == 0) range.offset16[c] = half(total[c] / kBlock);
+  put(page + Sec::key_offset, range.offset16, D);
 
   f16 slot_scale[Sec::slots];
   for (int i = 0; i < Sec::slots; ++i) {
@@ -112,7 +170,7 @@ int seal_key(const int16_t* slot_channel, Scratch& s, uint8_t* page) {
     }
     const bool high_nibble = slots[c] == 2 && !(i > 0 && slot_channel[i - 1] == c);
     const int shift = high_nibble ? 4 : 0;
-    slot_scale[i] = high_nibble ? half(scale[c] * 16.0f) : scale16[c];
+    slot_scale[i] = high_nibble ? half(range.scale[c] * 16.0f) : range.scale16[c];
     for (int j = 0; j < kBlock / 2; ++j) {
       const int a = s.code[j * D + c] >> shift & 15, b = s.code[(j + kBlock / 2) * D + c] >> shift & 15;
       row[j] = uint8_t(a | b << 4);
@@ -141,36 +199,14 @@ int seal_value(Scratch& s, uint8_t* page) {
         }
       }
 
-  alignas(64) float low[kBlock], high[kBlock], offset[kBlock], scale[kBlock];
-  for (int t = 0; t < kBlock; ++t) low[t] = high[t] = s.x[t];
-  for (int c = 1; c < D; ++c) {
-    const float* x = s.x + c * kBlock;
-    for (int t = 0; t < kBlock; ++t) {
-      low[t] = x[t] < low[t] ? x[t] : low[t];
-      high[t] = x[t] > high[t] ? x[t] : high[t];
-    }
-  }
-  f16 offset16[kBlock], scale16[kBlock];
-  for (int t = 0; t < kBlock; ++t) {
-    offset16[t] = round_down(low[t]);
-    offset[t] = to_float(offset16[t]);
-    scale16[t] = round_up((high[t] - offset[t]) / 15.0f);
-    scale[t] = to_float(scale16[t]);
-  }
-  put(page + Sec::value_offset, offset16, kBlock);
-  put(page + Sec::value_scale, scale16, kBlock);
+  alignas(64) float steps[kBlock];
+  for (float& n : steps) n = 15.0f;
+  Ranges<D, kBlock> range;
+  range.template choose<false>(s.x, steps);
+  range.encode(s.x, steps, s.code);
+  put(page + Sec::value_offset, range.offset16, kBlock);
+  put(page + Sec::value_scale, range.scale16, kBlock);
 
-  for (int c = 0; c < D; ++c) {
-    const float* x = s.x + c * kBlock;
-    uint8_t* code = s.code + c * kBlock;
-    for (int t = 0; t < kBlock; ++t) {
-      float y = round_even((x[t] - offset[t]) / scale[t]);
-      y = scale[t] > 0 ? y : 0.0f;
-      y = y > 0 ? y : 0.0f;
-      y = y < 15.0f ? y : 15.0f;
-      code[t] = uint8_t(int(y));
-    }
-  }
   for (int t = 0; t < kBlock; ++t) {
     uint8_t* row = page + Sec::value_code + t * (D / 2);
     for (int j = 0; j < D / 2; ++j) row[j] = uint8_t(s.code[j * kBlock + t] | s.code[(j + D / 2) * kBlock + t] << 4);

@@ -36,7 +36,8 @@ def key_bound(k: Tensor, slot_channel: Tensor) -> Tensor:
     u = unit(k)[:, None]
     slots = slots_of_channel(slot_channel, k.shape[-1])
     steps = (16.0**slots - 1).clamp(min=1).double()
-    scale = ((high - low) + 2**-10 * low.abs()) / steps * (1 + 2**-10) + 2**-23 * u
+    scale = (high - low) * (1 + 0.61 / steps) + 2**-10 * low.abs()
+    scale = scale / steps * (1 + 2**-10) + 2**-23 * u
     mean = (high - low) + 2**-10 * k.abs().amax(0) + 2**-24 * u
     return torch.where(slots > 0, scale / 2, mean) * (1 + 2**-14)
 
@@ -46,7 +47,8 @@ def value_bound(v: Tensor) -> Tensor:
     rotated = hadamard(v)
     low, high = rotated.amin(-1), rotated.amax(-1)
     u = unit(v)
-    scale = ((high - low) + 2**-10 * low.abs()) / 15 * (1 + 2**-10) + 2**-12 * u
+    scale = (high - low) * (1 + 0.61 / 15) + 2**-10 * low.abs()
+    scale = scale / 15 * (1 + 2**-10) + 2**-12 * u
     return scale / 2 * (1 + 2**-14) + math.log2(v.shape[-1]) * 2**-19 * u
 
 

@@ -51,7 +51,8 @@ def check(key, value, slot_channel, has_sinks=False):
     low, high = k.amin(1), k.amax(1)
     slots = slots_of_channel(slot_channel, dim)
     steps = (16.0**slots - 1).clamp(min=1).double()
-    scale = ((high - low) + 2**-10 * low.abs()) / steps * (1 + 2**-10) + 2**-23 * unit
+    scale = (high - low) * (1 + 0.61 / steps) + 2**-10 * low.abs()
+    scale = scale / steps * (1 + 2**-10) + 2**-23 * unit
     error = (exact_key(block, slot_channel)[:, counted] - k).abs()
     bound = torch.where(slots > 0, scale / 2 * ROUNDING, (high - low) * ROUNDING)
     # A mean is rounded to float16, like an offset.
@@ -65,7 +66,8 @@ def check(key, value, slot_channel, has_sinks=False):
     assert (error <= scale / 2 * ROUNDING + math.log2(dim) * 2**-19 * unit).all()
     rotated = hadamard(v)
     low, high = rotated.amin(-1), rotated.amax(-1)
-    bound = ((high - low) + 2**-10 * low.abs()) / 15 * (1 + 2**-10) + 2**-24 * unit
+    bound = (high - low) * (1 + 0.61 / 15) + 2**-10 * low.abs()
+    bound = bound / 15 * (1 + 2**-10) + 2**-24 * unit
     assert (scale <= bound + 2**-12 * unit).all()
 
     limit = torch.finfo(torch.float32).max

@@ -360,7 +360,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
     const int sealed_end_of_row = start + s.info.sealed / BLOCK, sealed_end = min(sealed_end_of_row, end);
 
     // Query rows to float16, in place, scaled by a power of two to [256, 512): times a key scale that
-    // is at most 4.3 (keys of a page are brought below 32), and exact for all but tiny elements.
+    // is at most 4.5 (keys of a page are brought below 32), and exact for all but tiny elements.
     uint16_t* q = reinterpret_cast<uint16_t*>(memory + at_.query);
     for (int row = warp; row < together * tiles * 8; row += warps) {  // of all heads
       float v[D / 32] = {};

@@ -21,6 +21,7 @@ struct Params {
 };
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
+constexpr int RANGES = 9;
 constexpr uint16_t HIGH = 1 << 8, UNUSED = 1 << 9;
 
 template <int D>
@@ -29,6 +30,7 @@ struct KeyScratch {
   uint8_t code[D * ROW];  // [channel][token]
   uint16_t raw[BLOCK][D];
   float low[PARTS][D], high[PARTS][D];
+  unsigned error[RANGES][D];
   __half scale[D];
   int slots[D];           // of each channel
   uint16_t slot[D + 16];  // channel | HIGH | UNUSED
@@ -60,6 +62,42 @@ DEV float code_of(float x, float offset, float scale, float inverse, float steps
   if (fabsf(fabsf(y - r) - 0.5f) < 1e-4f) r = rounded_quotient(d, scale);
   return scale > 0 ? fminf(fmaxf(r, 0.f), steps) : 0.f;
 }
+
+// A range from its least to its largest value, of which quantize._choose_range tries nine variants.
+struct Ends {
+  float low, high, steps, step;
+  DEV Ends(float low, float high, float steps) : low(low), high(high), steps(steps) {
+    step = __fdiv_rn(__fsub_rn(high, low), steps);
+  }
+};
+struct Range {
+  __half offset, scale;
+  float offset_f, scale_f, inverse;
+
+  DEV Range(const Ends& e, int i) {
+    const float a = i < 3 ? 0.f : i < 6 ? -0.3f : 0.3f, b = i % 3 == 0 ? 0.f : i % 3 == 1 ? -0.3f : 0.3f;
+    offset = __float2half_rd(__fadd_rn(e.low, __fmul_rn(a, e.step)));
+    offset_f = __half2float(offset);
+    scale = __float2half_ru(__fdiv_rn(__fsub_rn(__fadd_rn(e.high, __fmul_rn(b, e.step)), offset_f), e.steps));
+    scale_f = __half2float(scale);
+    inverse = scale_f > 0 ? __frcp_rn(scale_f) : 0.f;
+  }
+  DEV Range of_lane(int lane) const {
+    Range r = *this;
+    r.offset = __shfl_sync(0xffffffffu, offset, lane), r.scale = __shfl_sync(0xffffffffu, scale, lane);
+    r.offset_f = __half2float(r.offset), r.scale_f = __half2float(r.scale);
+    r.inverse = __shfl_sync(0xffffffffu, inverse, lane);
+    return r;
+  }
+  // Squared error of x in units of 2**-20. Near a tie either code errs alike, so the product does. Adding 2**23 rounds
+  // to an integer, and shows it in the last bits: rintf and conversions run at an eighth of the rate.
+  DEV unsigned error(float x, float steps, float unit, float weight) const {
+    const float d = __fsub_rn(x, offset_f), y = fminf(fmaxf(__fmul_rn(d, inverse), 0.f), steps);
+    const float code = __fsub_rn(__fadd_rn(y, 0x1p23f), 0x1p23f);
+    const float u = __fmul_rn(__fmaf_rn(-code, scale_f, d), unit);  // code * scale is exact
+    return __float_as_uint(__fmaf_rn(fminf(__fmul_rn(__fmul_rn(u, u), weight), 1.f), 0x1p20f, 0x1p23f)) - 0x4b000000u;
+  }
+};
 
 DEV float block_max(float v, float* scratch) {
   v = warp_max(v);
@@ -106,6 +144,7 @@ DEV void seal_keys(const Params& p, const Seal& s, int h, uint8_t* out, KeyScrat
   const int16_t* slot_channel = p.pages.slot_channel + h * L::SLOTS;
   const OldPages old = old_pages(p, s);
   if (part == 0) m.slots[c] = 0;
+  for (int r = part; r < RANGES; r += PARTS) m.error[r][c] = 0;
   uint16_t raw[TOKENS];
 #pragma unroll
   for (int i = 0; i < TOKENS; i++) raw[i] = token_row<D>(p, s, h, part * TOKENS + i, 0, old)[c];
@@ -132,20 +171,36 @@ DEV void seal_keys(const Params& p, const Seal& s, int h, uint8_t* out, KeyScrat
   for (int i = 0; i < PARTS; i++) low = fminf(low, m.low[i][c]), high = fmaxf(high, m.high[i][c]);
   const int slots = m.slots[c];
   const float steps = slots == 0 ? 0.f : slots == 1 ? 15.f : 255.f;
-  const __half offset = __float2half_rd(low);
-  const float offset_f = __half2float(offset);
-  const __half scale = __float2half_ru(__fdiv_rn(__fsub_rn(high, offset_f), fmaxf(steps, 1.f)));
-  const float scale_f = __half2float(scale), inverse = __frcp_rn(scale_f);
+  const Ends ends(low, high, fmaxf(steps, 1.f));
+  const float unit = Range(ends, 0).inverse, middle = __fmul_rn(__fadd_rn(low, high), 0.5f);
+  const float to_end = __fdiv_rn(__fmul_rn(unit, 2.f), ends.steps);
+#pragma unroll 1
+  for (int r = 0; r < RANGES; r++) {
+    const Range range(ends, r);
+    unsigned error = 0;
+#pragma unroll
+    for (int i = 0; i < TOKENS; i++) {
+      const float z = __fmul_rn(__fsub_rn(k[i], middle), to_end);
+      error += range.error(k[i], ends.steps, unit, __fadd_rn(__fmul_rn(z, z), 0.1f));
+    }
+    atomicAdd(&m.error[r][c], error);
+  }
+  __syncthreads();
+  int chosen = 0;
+#pragma unroll
+  for (int r = 1; r < RANGES; r++)
+    if (m.error[r][c] < m.error[chosen][c]) chosen = r;
+  const Range range(ends, chosen);
 #pragma unroll
   for (int i = 0; i < TOKENS; i += 4) {
     uint32_t four = 0;
 #pragma unroll
-    for (int j = 0; j < 4; j++) four |= (uint32_t)code_of(k[i + j], offset_f, scale_f, inverse, steps) << (8 * j);
+    for (int j = 0; j < 4; j++) four |= (uint32_t)code_of(k[i + j], range.offset_f, range.scale_f, range.inverse, steps) << (8 * j);
     *reinterpret_cast<uint32_t*>(m.code + c * m.ROW + part * TOKENS + i) = four;
   }
   if (part == 0) {
-    m.scale[c] = scale;
-    __half stored = offset;
+    m.scale[c] = range.scale;
+    __half stored = range.offset;
     if (slots == 0) {  // the mean, summed in token order
       float total = 0;
 #pragma unroll 8
@@ -204,19 +259,30 @@ DEV void seal_values(const Params& p, const Seal& s, int h, uint8_t* out, ValueS
 #pragma unroll
     for (int j = 1; j < N; j++) low = fminf(low, v[i][j]), high = fmaxf(high, v[i][j]);
     low = -warp_max(-low), high = warp_max(high);
-    const __half offset = __float2half_rd(low);
-    const float offset_f = __half2float(offset);
-    const __half scale = __float2half_ru(__fdiv_rn(__fsub_rn(high, offset_f), 15.f));
-    const float scale_f = __half2float(scale), inverse = __frcp_rn(scale_f);
+    const Ends ends(low, high, 15.f);
+    Range range(ends, lane < RANGES ? lane : 0);
+    const float unit = __shfl_sync(0xffffffffu, range.inverse, 0);
+    unsigned least = ~0u;
+    int chosen = 0;
+#pragma unroll 1
+    for (int r = 0; r < RANGES; r++) {
+      const Range other = range.of_lane(r);
+      unsigned error = 0;
+#pragma unroll
+      for (int j = 0; j < N; j++) error += other.error(v[i][j], 15.f, unit, 1.f);
+      error = __reduce_add_sync(0xffffffffu, error);
+      if (error < least) least = error, chosen = r;
+    }
+    range = range.of_lane(chosen);
     const int token = warp * TOKENS + i;
     uint32_t codes = 0;
 #pragma unroll
-    for (int j = 0; j < N; j++) codes |= (uint32_t)code_of(v[i][j], offset_f, scale_f, inverse, 15.f) << (8 * j);
+    for (int j = 0; j < N; j++) codes |= (uint32_t)code_of(v[i][j], range.offset_f, range.scale_f, range.inverse, 15.f) << (8 * j);
     if constexpr (N == 4) *reinterpret_cast<uint32_t*>(m.code + token * m.ROW + lane * 4) = codes;
     else *reinterpret_cast<uint16_t*>(m.code + token * m.ROW + lane * 2) = codes;
     if (lane == 0) {
-      reinterpret_cast<__half*>(out + L::VALUE_SCALE)[value_scale_index(token)] = scale;
-      reinterpret_cast<__half*>(out + L::VALUE_OFFSET)[value_scale_index(token)] = offset;
+      reinterpret_cast<__half*>(out + L::VALUE_SCALE)[value_scale_index(token)] = range.scale;
+      reinterpret_cast<__half*>(out + L::VALUE_OFFSET)[value_scale_index(token)] = range.offset;
     }
   }
   if (threadIdx.x == 0) out[L::EXPONENTS + 1] = (uint8_t)e;
@@ -251,7 +317,7 @@ DEV void store(const Params& p, int block) {
 }
 
 template <int D, bool BF16>
-__global__ void __launch_bounds__(THREADS) seal_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(THREADS, 2) seal_kernel(const __grid_constant__ Params p) {
   __shared__ __align__(16) Scratch<D> scratch;
   wait_for_previous();  // it makes the keys and values, and may still read pages
   launch_dependents();
