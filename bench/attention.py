@@ -62,12 +62,12 @@ def ours(batch: int, context: int, copy: float, shapes: dict[str, dict]) -> dict
         def store(p, plan=plan):
             cuda_ops.store_and_seal(plan, case.key, case.value, p)
 
-        def decode(p, overlap=False, plan=plan):
-            cuda_ops.decode(plan, case.query, out, p, case.scale, overlap)
+        def decode(p, plan=plan):
+            cuda_ops.decode(plan, case.query, out, p, case.scale)
 
         def both(p, store=store, decode=decode):
             store(p)
-            decode(p, True)
+            decode(p)
 
         def times(run):
             return graph_times([functools.partial(run, p) for p in pages])

@@ -51,13 +51,13 @@ class Step:
     def store(self, pages: cuda_ops.Pages) -> None:
         cuda_ops.store_and_seal(self.case.plan, self.case.key, self.case.value, pages)
 
-    def decode(self, pages: cuda_ops.Pages, overlap: bool = False) -> None:
+    def decode(self, pages: cuda_ops.Pages) -> None:
         case = self.case
-        cuda_ops.decode(case.plan, case.query, self.out, pages, case.scale, overlap)
+        cuda_ops.decode(case.plan, case.query, self.out, pages, case.scale)
 
     def both(self, pages: cuda_ops.Pages) -> None:
         self.store(pages)
-        self.decode(pages, overlap=True)
+        self.decode(pages)
 
     def times(self, *runs: Callable[[cuda_ops.Pages], None]) -> list[dict[str, float]]:
         """Of each, in three rounds by turns: a GPU's clocks are not the same for long."""
@@ -88,7 +88,7 @@ def measure(batch: int, context: int) -> dict[str, Any]:
 
 
 def shares(row: dict[str, Any], step_ms: float | None) -> dict[str, float]:
-    """Of the attention of a step, and of all of it; the overlap of store and decode counts."""
+    """Of the attention of a step, and of all of it."""
     plan, decode, both = (row[k]["us"] for k in ("plan", "decode", "mean_and_decode"))
     more = plan + LAYERS * (both - decode)
     share = {"of_attention": round(more / (plan + LAYERS * both), 4)}

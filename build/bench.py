@@ -53,6 +53,7 @@ def cpu() -> None:
 
 def gpu() -> None:
     run_script("attention.py")
+    run_script("layer.py")
     what: tuple[str | Path, ...] = (
         "--dummy", "--dtype", "bfloat16", "--rounds", "1", "--repeats", "3",
         "--kv", "auto", "fp8", "int4_per_token_head", "int4_kivi",

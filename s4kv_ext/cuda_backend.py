@@ -182,7 +182,7 @@ class Impl(Int4KiviImpl):
         pages = cuda_ops.Pages(sealed, recent, self.slot_channel)
         cuda_ops.store_and_seal(self.plan, key, value, pages)
         if m.num_decodes:
-            cuda_ops.decode(self.plan, query, output, pages, self.scale, overlap=True)
+            cuda_ops.decode(self.plan, query, output, pages, self.scale)
         if m.prefill:
             self._prefill(query, key, value, pages, m.prefill, m.num_tokens, output)
 

@@ -221,13 +221,10 @@ def store_and_seal(plan: StepPlan, key: Tensor, value: Tensor, pages: Pages) -> 
     )
 
 
-def decode(
-    plan: StepPlan, query: Tensor, out: Tensor, pages: Pages, scale: float, overlap: bool = False
-) -> None:
+def decode(plan: StepPlan, query: Tensor, out: Tensor, pages: Pages, scale: float) -> None:
     """Attention output of the requests with few query tokens; query, out [T, H * group, D].
 
     The step's own keys and values are read from the recent pages, so store_and_seal comes first.
-    overlap: that launch is the one right before on this stream; start while it still runs.
     """
     s = plan.shape
     torch.ops.s4kv_cuda.decode(
@@ -247,7 +244,6 @@ def decode(
         s.warps,
         s.stages,
         s.together,
-        overlap,
     )
 
 

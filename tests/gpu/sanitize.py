@@ -24,7 +24,7 @@ def decode(case: Case) -> None:
     out = torch.full_like(case.query, torch.nan)
     case.update()
     cuda_ops.store_and_seal(case.plan, case.key, case.value, case.pages)
-    cuda_ops.decode(case.plan, case.query, out, case.pages, case.scale, True)
+    cuda_ops.decode(case.plan, case.query, out, case.pages, case.scale)
     assert max(case.errors(out)) < 6e-3
 
 

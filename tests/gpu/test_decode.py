@@ -37,25 +37,25 @@ BOUNDARIES = [
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 3e-3}
 
 
-def run(case: Case, name: str, overlap: bool = False) -> torch.Tensor:
+def run(case: Case, name: str) -> torch.Tensor:
     """Store, seal and decode; compare every request; print error, time and bandwidth.
 
     Once as planned, and once as if shares were long, which is what many long requests come to.
     """
-    out = run_as_planned(case, name, overlap)
+    out = run_as_planned(case, name)
     shape = dataclasses.replace(case.plan.shape, long_share=0)
     if shape.together > 1 or shape.lanes > shape.few_lanes:
         planned, case.plan = case.plan, StepPlan(shape, len(case.requests), case.tokens, "cuda")
-        run_as_planned(case, f"{name}, {shape.together} heads together", overlap)
+        run_as_planned(case, f"{name}, {shape.together} heads together")
         case.plan = planned
     return out
 
 
-def run_as_planned(case: Case, name: str, overlap: bool) -> torch.Tensor:
+def run_as_planned(case: Case, name: str) -> torch.Tensor:
     out = torch.full_like(case.query, torch.nan)
     case.update()
     cuda_ops.store_and_seal(case.plan, case.key, case.value, case.pages)
-    cuda_ops.decode(case.plan, case.query, out, case.pages, case.scale, overlap)
+    cuda_ops.decode(case.plan, case.query, out, case.pages, case.scale)
     assert not case.plan.arrivals.any()
     errors = case.errors(out)
     error = max(errors, default=0.0)
@@ -114,16 +114,15 @@ def test_mixed_batch_skips_prefills(dim: int) -> None:
     run(Case(requests, dim=dim), f"mixed, D {dim}")
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_step_after_a_prefix_hit(dim: int, overlap: bool) -> None:
+def test_step_after_a_prefix_hit(dim: int) -> None:
     requests = [
         Request(64, 1, hit=True),
         Request(128, 8, hit=True),
         Request(640, 3, hit=True),
         Request(640, 3),
     ]
-    run(Case(requests, dim=dim), f"prefix hit, D {dim}", overlap)
+    run(Case(requests, dim=dim), f"prefix hit, D {dim}")
 
 
 @pytest.mark.parametrize("grid", [1, 2, 7, 132, 500])
@@ -197,7 +196,7 @@ def test_graph_replay_follows_the_device_tensors() -> None:
     def launch() -> None:
         first.update()
         cuda_ops.store_and_seal(first.plan, first.key, first.value, first.pages)
-        cuda_ops.decode(first.plan, first.query, out, first.pages, first.scale, overlap=True)
+        cuda_ops.decode(first.plan, first.query, out, first.pages, first.scale)
 
     keep = first.memory.clone()
     launch()

@@ -11,7 +11,8 @@ void launch(const DecodeParams& p, int grid, cudaStream_t stream) {
   auto kernel = decode_kernel<D, BF16, NT, WIDE>;
   const int bytes = decode_shared(D, p.warps, p.tile_warps, NT, p.stages, p.together);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "decode");
-  check(launch_early(kernel, p, grid, (p.warps + 1) * 32, bytes, stream, p.q.overlap), "decode");
+  kernel<<<grid, (p.warps + 1) * 32, bytes, stream>>>(p);
+  check_launch("decode");
 }
 
 template <int D, bool BF16>

@@ -127,7 +127,7 @@ DEV void copy_pages(const DecodeParams& P, const Share& mine, int first_page, ui
       Segment* segment = reinterpret_cast<Segment*>(memory + at_.segment) + (parity ^ 1);
       parity ^= 1;
       const bool first = c.start <= 0;
-      const int end = min(c.start + c.pages, n), queries = c.info.queries & 0xffff, token_bytes = P.group * D * 2;
+      const int end = min(c.start + c.pages, n), queries = c.info.queries, token_bytes = P.group * D * 2;
       const int head_rows = (at_.fragments - at_.query) / P.together;  // bytes
       *segment = Segment{c.info, c.request, c.head, c.start, end, first ? mine.first_share : (int)blockIdx.x,
                   first ? mine.last_share : end < n ? (int)blockIdx.x : mine.end_last_share, (int16_t)(first ? mine.first_is_second : 1), (int16_t)(end < n)};
@@ -159,9 +159,6 @@ DEV void copy_pages(const DecodeParams& P, const Share& mine, int first_page, ui
     const long to_head = recent < 0 ? P.pages.sealed_head : P.pages.recent_head;
     uint8_t* dst = ring + stage * together * L::BYTES;
     uint64_t* bar = full + stage;
-    // New tokens are in recent pages only once store_and_seal is done, and a request that has just
-    // hit the cache may read pages that this very step seals.
-    if (P.q.overlap && go && (recent >= 0 || (c.info.queries & FRESH))) wait_for_previous();
 #if S4KV_BULK
     // A bulk copy is issued by one lane at a time, so few and large ones.
     if (go && recent < 0) {
@@ -260,7 +257,7 @@ DEV void merge_shares(const DecodeParams& P, const volatile Segment& s, int tile
   constexpr unsigned ALL = 0xffffffffu;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int first_share = s.first_share, second = s.first_is_second, count = s.last_share - first_share + 1;
-  const int rows = (s.info.queries & 0xffff) * P.group, share_floats = partial_floats(D, tiles << shift);
+  const int rows = s.info.queries * P.group, share_floats = partial_floats(D, tiles << shift);
   for (int i = warp; i < rows << shift; i += warps) {
     const int row = i >> shift, head = i - (row << shift);
     const float* first = P.q.partial + 2 * first_share * share_floats + (head * tiles + (row >> 3)) * (D * 8 + 16);
@@ -356,7 +353,7 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
     // Read again where it is needed: registers are scarce.
     const volatile Segment& s = reinterpret_cast<const volatile Segment*>(memory + at_.segment)[ready_parity];
     ready_parity ^= 1;
-    const int rows = (s.info.queries & 0xffff) * P.group, end = s.end, start = s.start;
+    const int rows = s.info.queries * P.group, end = s.end, start = s.start;
     const int sealed_end_of_row = start + s.info.sealed / BLOCK, sealed_end = min(sealed_end_of_row, end);
 
     // Query rows to float16, in place, scaled by a power of two to [256, 512): times a key scale that
@@ -470,7 +467,6 @@ __global__ void __launch_bounds__(decode_warps(NT, WIDE) * 32, 1) decode_kernel(
       }
     const bool whole = s.first_share == s.last_share;
     float* partial = partial_of<D>(P, s, blockIdx.x, tiles * together);
-    if (P.q.overlap) wait_for_previous();  // only now may outputs and workspace be written
     constexpr int ROW = parked_row(D);
     static_assert(2 * 8 * ROW * 4 <= L::BYTES);
     if (tile_warps > 1) sync();  // the other warps of the lane have read its page, too

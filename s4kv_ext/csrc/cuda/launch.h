@@ -13,27 +13,6 @@ struct Plan;
 void check_launch(const char* name);
 void check(cudaError_t error, const char* name);
 
-#ifdef __CUDACC__
-// Launches, where the GPU can (9.0), while the kernel before on the stream still runs; the kernel
-// waits for it by itself. All who do so must want the same split of the SM's memory, or a block
-// finds no place beside those of the kernel before.
-template <class Params>
-cudaError_t launch_early(void (*kernel)(Params), const Params& p, int grid, int threads, int bytes, cudaStream_t stream,
-                         bool early) {
-  int device = 0, major = 0;
-  if (cudaError_t e = cudaGetDevice(&device)) return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
-  if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared)) return e;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = bytes, config.stream = stream;
-  cudaLaunchAttribute attribute[1];
-  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute[0].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = attribute, config.numAttrs = early && major >= 9 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, p);
-}
-#endif
-
 // Pages of one layer: sealed [pages, H, bytes] and recent [pages, H, 2, 16, D], strides in bytes.
 struct Pages {
   uint8_t* sealed;
@@ -74,7 +53,6 @@ struct Queries {
   float scale;
   float* partial;  // workspace
   int* arrivals;   // [requests * H], zero between launches
-  bool overlap;    // start while store_and_seal of this step, the launch before, still runs
 };
 int decode_shared_bytes(int dim, const DecodeShape&);
 long decode_partial_floats(int dim, int grid, const DecodeShape&);

@@ -163,7 +163,7 @@ void decode_op(const Tensor& query, const Tensor& out, const Tensor& sealed, con
                const Tensor& query_start, const Tensor& seq_lens, const Tensor& sealed_table, const Tensor& recent_table,
                const Tensor& header, const Tensor& request, const Tensor& share, const Tensor& seal, const Tensor& slot,
                const Tensor& partial, const Tensor& arrivals, double scale, int64_t group,
-               int64_t tile_warps, int64_t tiles, int64_t warps, int64_t stages, int64_t together, bool overlap) {
+               int64_t tile_warps, int64_t tiles, int64_t warps, int64_t stages, int64_t together) {
   const Pages p = pages_of(sealed, recent, slot_channel);
   const DecodeShape shape = shape_of(group, tile_warps, tiles, warps, stages, together);
   const StepTables s = tables(query_start, seq_lens, sealed_table, recent_table);
@@ -176,7 +176,7 @@ void decode_op(const Tensor& query, const Tensor& out, const Tensor& sealed, con
   with_shapes({{"query", &query}, {"sealed", &sealed}, {"recent", &recent}, {"seq_lens", &seq_lens}, {"share", &share}}, [&] {
     decode(p,
            {query.data_ptr(), out.data_ptr(), query.stride(0), out.stride(0), (float)scale,
-            static_cast<float*>(partial.data_ptr()), mutable_ints(arrivals, "arrivals"), overlap},
+            static_cast<float*>(partial.data_ptr()), mutable_ints(arrivals, "arrivals")},
            s, plan_of(header, request, share, seal, slot), shape, stream_of(query));
   });
 }
@@ -253,7 +253,7 @@ STABLE_TORCH_LIBRARY(s4kv_cuda, m) {
         ") -> ()");
   m.def("decode(Tensor query, Tensor(a!) out, Tensor sealed, Tensor recent, Tensor slot_channel, " TABLES ", " PLAN
         ", Tensor(b!) partial, Tensor(c!) arrivals, float scale, int group, int tile_warps, int tiles, "
-        "int warps, int stages, int together, bool overlap) -> ()");
+        "int warps, int stages, int together) -> ()");
   m.def("dequant_context(Tensor sealed, Tensor recent, Tensor slot_channel, " TABLES
         ", Tensor start, Tensor rows, Tensor(a!) key, Tensor(b!) value) -> ()");
   m.def("check_pages(Tensor(a!) cells, int num_pages, Tensor step, Tensor(b!) sealed_table, Tensor(c!) recent_table, "

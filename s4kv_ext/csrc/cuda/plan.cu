@@ -113,11 +113,11 @@ __global__ void __launch_bounds__(THREADS) plan_kernel(StepTables s, Plan p, int
       rows[i] = row;
       if (i == n - 1) rows[n] = row + q;
       if (q > 0 && c >= 0) {
-        int end = sealed_tokens(c), fresh = 0;
+        int end = sealed_tokens(c);
         // A null page where the window would start: a prefix hit brought everything before `c` sealed.
         if (end + BLOCK <= c && s.recent_table[i * s.recent_stride + max(end, SINKS) / RECENT_TOKENS] == 0)
-          end += BLOCK, fresh = FRESH;
-        r = {end, t, row, (q <= max_queries ? q : 0) | fresh};
+          end += BLOCK;
+        r = {end, t, row, q <= max_queries ? q : 0};
         start = end;
         count = make_int2(total_pages(r), max(0, sealed_tokens(t) - end) / BLOCK);
       }

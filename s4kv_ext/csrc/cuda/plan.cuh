@@ -15,20 +15,19 @@ struct StepTables {
   int requests;
 };
 
-// Per request, for decode. query_tokens 0: nothing to do here.
+// Per request, for decode. queries 0: nothing to do here.
 struct __align__(16) Request {
   int sealed;       // sealed tokens its queries see
   int seq_len;      // tokens after the step
   int query_start;  // row of its first query
-  int queries;      // query tokens | FRESH if it has just hit the prefix cache
+  int queries;      // query tokens
 };
-constexpr int FRESH = 1 << 16;
 
 // One KV head of a request, or a few that lie together, is a row of pages: its sealed pages, then
 // (sinks first) its recent ones.
 __host__ __device__ inline int sealed_pages(const Request& r) { return r.sealed / 64; }
 __host__ __device__ inline int total_pages(const Request& r) {
-  return (r.queries & 0xffff) == 0 ? 0 : sealed_pages(r) + (r.sealed > 0) + (r.seq_len + 15) / 16 - r.sealed / 16;
+  return r.queries == 0 ? 0 : sealed_pages(r) + (r.sealed > 0) + (r.seq_len + 15) / 16 - r.sealed / 16;
 }
 // Which of the request's recent pages comes k-th, and the first token it holds is 16 times that.
 __host__ __device__ inline int recent_page_of(int sealed, int k) { return sealed == 0 || k == 0 ? k : sealed / 16 + k - 1; }

@@ -1,4 +1,4 @@
-// PTX wrappers. What sm_80 lacks (bulk copies, dependent launch) has a fallback or is a no-op there.
+// PTX wrappers. What sm_80 lacks, bulk copies, has a fallback there.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -164,18 +164,6 @@ DEV int atomic_add_acq_rel(int* p, int v) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
   return before;
-}
-
-// Programmatic dependent launch: let the next kernel start / wait until the previous one is done.
-DEV void launch_dependents() {
-#if S4KV_BULK
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-DEV void wait_for_previous() {
-#if S4KV_BULK
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 }  // namespace s4kv

@@ -319,8 +319,6 @@ DEV void store(const Params& p, int block) {
 template <int D, bool BF16>
 __global__ void __launch_bounds__(THREADS, 2) seal_kernel(const __grid_constant__ Params p) {
   __shared__ __align__(16) Scratch<D> scratch;
-  wait_for_previous();  // it makes the keys and values, and may still read pages
-  launch_dependents();
   if ((int)blockIdx.x >= p.seal_blocks) return store<D>(p, blockIdx.x - p.seal_blocks);
   const int heads = p.pages.heads;
   Seal s = p.seal[blockIdx.x / (2 * heads)];  // asked for together with their number
@@ -339,7 +337,8 @@ __global__ void __launch_bounds__(THREADS, 2) seal_kernel(const __grid_constant_
 template <int D, bool BF16>
 void launch(const Params& p, cudaStream_t stream) {
   const int store_blocks = (p.tokens + p.tokens_a_block - 1) / p.tokens_a_block;
-  check(launch_early(seal_kernel<D, BF16>, p, p.seal_blocks + store_blocks, THREADS, 0, stream, true), "store_and_seal");
+  seal_kernel<D, BF16><<<p.seal_blocks + store_blocks, THREADS, 0, stream>>>(p);
+  check_launch("store_and_seal");
 }
 
 }  // namespace
