@@ -227,7 +227,7 @@ def make(
     out = out or models_dir() / variant
     if (out / "config.json").exists():
         return out
-    print(f"s4kv: making the model {variant} (about 10 s)", file=sys.stderr, flush=True)
+    print(f"s4kv: making the model {variant} (under a minute)", file=sys.stderr, flush=True)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
