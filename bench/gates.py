@@ -77,6 +77,11 @@ def growth(r: Result) -> float:
     return by[-1] / by[0]
 
 
+def in_layer(cell: str) -> Callable[[Result], float]:
+    """What int4_kivi adds to a layer by what FlashAttention 3 on bf16 adds."""
+    return lambda r: r["cells"][cell]["int4_kivi"]["us"] / r["cells"][cell]["fa3_bf16"]["us"]
+
+
 def tags(cell: str) -> Callable[[Result], float]:
     """A step with page tags by one without, medians of the rounds."""
 
@@ -88,6 +93,7 @@ def tags(cell: str) -> Callable[[Result], float]:
 
 
 ENGINE = "engine_qwen2.5-7b"
+PEERS = "engine_qwen2.5-7b_peers"
 GATES = [
     Gate(ENGINE, "ms a token by bf16's, 1 x 1024", decode("1x1024"), 1.05, 1.0),
     Gate(ENGINE, "ms a token by bf16's, 1 x 8192", decode("1x8192"), 1.03, 1.0),
@@ -96,10 +102,10 @@ GATES = [
     Gate(ENGINE, "ms a token by fp8's, 32 x 8192", decode("32x8192", "fp8"), 1.0, 0.91),
     Gate(ENGINE, "ms a token by bf16's, 128 x 8192", decode("128x8192"), 0.55, 9.5 / 18.06),
     Gate(ENGINE, "prefill by bf16's, 32 x 8192", prefill("32x8192"), 0.95, 1.0, more=True),
-    Gate(ENGINE, "prefill by bf16's, 32k in chunks", prefill("long"), 0.85, 1.0, more=True),
+    Gate(PEERS, "prefill by bf16's, 32k in chunks", prefill("long"), 0.85, 1.0, more=True),
     Gate(ENGINE, "KV tokens by bf16's",
          lambda r: r["kv_tokens"]["int4_kivi"] / r["kv_tokens"]["auto"], 3.0, 3.3, more=True),
-    Gate(ENGINE, "4k requests at once by bf16's",
+    Gate(PEERS, "4k requests at once by bf16's",
          lambda r: r["fill"]["int4_kivi"]["requests"] / r["fill"]["auto"]["requests"], 3.0, 3.1,
          more=True),
     Gate("attention", "decode by FA3 bf16, 8 x 8192", attention(8, 8192), 1.9, 2.0, more=True),
@@ -109,6 +115,8 @@ GATES = [
     Gate("attention", "decode by FA3 bf16, 1 x 131072", attention(1, 131072), 2.4, 2.5, more=True),
     Gate("attention", "share of copy bandwidth, 128 x 8192",
          attention(128, 8192, "of_copy"), 0.9, 0.95, more=True),
+    Gate("layer", "attention in a layer by FA3's, 1 x 1024", in_layer("1x1024"), 0.9, 0.8),
+    Gate("layer", "attention in a layer by FA3's, 32 x 8192", in_layer("32x8192"), 0.45, 0.4),
     Gate("seal", "store and seal by the step, 32 x 8192",
          lambda r: r["cells"]["32x8192"]["of_step"], 0.03, 0.03),
     Gate("page_tags_gpu", "step with page tags by without, 1 x 1024", tags("1x1024"), 1.01, 1.01),
