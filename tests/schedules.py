@@ -120,6 +120,7 @@ def make_config(s: Settings) -> VllmConfig:
         max_model_len=s.max_model_len,
         is_encoder_decoder=False,
         max_num_batched_tokens=s.max_num_batched_tokens,
+        max_num_scheduled_tokens=None,  # vLLM has put in that of the base
         max_num_seqs=s.max_num_seqs,
         long_prefill_token_threshold=s.long_prefill_token_threshold,
         async_scheduling=s.asynchronous,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
+from dataclasses import replace
 from random import Random
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import real_pages
 import schedules
-import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,11 +23,8 @@ from hypothesis.stateful import (
 from schedules import Player, failure, play, random_schedule, random_settings, shrink
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 
-from s4kv_ext import reference
-from s4kv_ext.channel_map import one_slot_each
-from s4kv_ext.format import BLOCK, head_page_bytes, sealed_tokens
+from s4kv_ext.format import BLOCK, sealed_tokens
 from s4kv_ext.managers import RecentManager, SealedManager
-from s4kv_ext.packing import LanePacking
 
 
 @pytest.mark.parametrize("first", range(0, 300, 25))
@@ -107,62 +104,30 @@ def test_hypothesis_would_find_a_mistake():
         run_state_machine_as_test(AnySchedule, settings=quick)
 
 
-class WithReference(schedules.Worker):
-    """Does each step once more with ``reference.py``, on memory that both kinds of pages share."""
-
-    def __init__(self, s: schedules.Settings, rng: Random) -> None:
-        size = head_page_bytes(128)
-        self.memory = torch.empty(s.pool + 1, size, dtype=torch.uint8)
-        self.dtype = schedules.DTYPES[s.page_tokens]
-        used = 2 * s.page_tokens * 128 * self.dtype.itemsize
-        shape = (1, 2, s.page_tokens, 128)
-        self.pages = (
-            self.memory[:, None],
-            self.memory[:, :used].view(self.dtype).unflatten(1, shape),
-        )
-        super().__init__(s, rng)
-        self.poison(slice(None))
-
-    def poison(self, pages: Any) -> None:
-        super().poison(pages)
-        self.memory[pages] = 255  # NaN in every dtype
-
-    def run(self, requests):
-        super().run(requests)
-        _, rows, first, end, tags = zip(*requests, strict=True)
-        new = [key_and_value(tag) for c, own in zip(first, tags, strict=True) for tag in own[c:]]
-        start = [0, *itertools.accumulate(t - c for c, t in zip(first, end, strict=True))]
-        step = reference.Step(
-            torch.tensor(start),
-            torch.tensor(end),
-            torch.from_numpy(self.sealed_table[list(rows)]),
-            torch.from_numpy(self.recent_table[list(rows)]),
-        )
-        key, value = torch.stack(new, 1).to(self.dtype)
-        where = (*self.pages, step, one_slot_each(1, 128), LanePacking())
-        reference.store_and_seal(key, value, *where)
-        for i, (c, own) in enumerate(zip(first, tags, strict=True)):
-            if c:
-                seen = torch.stack(reference.context(i, c, *where))
-                right = torch.stack([key_and_value(tag) for tag in own[:c]], 1)
-                error = (seen - right).norm(dim=-1) / right.norm(dim=-1)
-                assert (error < 0.3).all(), "a wrong token, or NaN"  # another token: about 1.4
-
-
-@functools.cache
-def key_and_value(tag: int) -> torch.Tensor:
-    """[2, 1, 128]."""
-    return torch.randn(2, 1, 128, generator=torch.Generator().manual_seed(abs(int(tag))))
-
-
+@pytest.mark.parametrize("worker", [real_pages.Reference, real_pages.CpuKernels])
 @pytest.mark.parametrize("first", range(0, 40, 10))
-def test_the_reference_reads_what_the_worker_reads(first):
-    """Real K and V in real pages, the same steps."""
+def test_keys_and_values_of_the_same_steps(first, worker):
     candidates = (random_schedule(Random(seed)) for seed in itertools.count(10 * first))
     small = (s for s in candidates if s.settings.max_model_len <= 200)
-    with patch.object(schedules, "Worker", WithReference):
+    with patch.object(schedules, "Worker", worker):
         for schedule in itertools.islice(small, 5):
             play(schedule)
+
+
+@pytest.mark.parametrize("reads", ["act", "contexts"])
+def test_a_wrong_key_is_seen(reads):
+    """Another page than the block table says, by a kernel alone."""
+    read = getattr(real_pages.CpuKernels, reads)
+
+    def wrong(self, *args):
+        *others, step = args
+        return read(self, *others, replace(step, sealed_table=step.sealed_table.roll(1, 1)))
+
+    with (
+        patch.object(schedules, "Worker", real_pages.CpuKernels),
+        patch.object(real_pages.CpuKernels, reads, wrong),
+    ):
+        assert "or NaN" in first_failure()
 
 
 def too_early(self, num_computed_tokens):
