@@ -5,7 +5,7 @@
     run = engine.run(32, 8192, tokens=100)
     run.prefill_s, run.steps     # seconds until all have their first token, and of each step after
 
-Prefix caching is off: no prompt is to find anything of the one before.
+Prefix caching is off unless asked for: no prompt is to find anything of the one before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Run:
 class Engine:
     def __init__(
         self, model: str, kv: str, dtype: str, dummy: bool, max_model_len: int, chunk: int = 0,
-        ranks: int = 1,
+        ranks: int = 1, prefix_caching: bool = False,
     ) -> None:  # fmt: skip
         start = time.perf_counter()
         from vllm import LLM
@@ -58,7 +58,7 @@ class Engine:
             max_model_len=max_model_len,
             max_num_batched_tokens=self.chunk,
             max_num_seqs=self.max_num_seqs,
-            enable_prefix_caching=False,
+            enable_prefix_caching=prefix_caching,
             tensor_parallel_size=ranks,
             **options,
         ).llm_engine

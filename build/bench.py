@@ -70,7 +70,7 @@ def gpu() -> None:
         "--cells", "1x1024", "1x32768", "128x8192",
     )  # fmt: skip
     run_script("startup.py", "--model", qwen, "--dtype", "bfloat16")
-    cells = ("--cells", "1x1024", "128x1024")
+    cells = ("--cells", "1x1024", "32x8192", "128x8192")
     out = BENCH / "results" / "page_tags_gpu.json"
     run_script(
         "page_tags.py", "--model", qwen, "--dummy", "--dtype", "bfloat16", *cells, "--out", out
